@@ -1,0 +1,201 @@
+"""Log-probs and entropy at predicting places only, without ever holding the logits of more than one chunk.
+
+The head is the widest part of a small model: logits of a row would weigh more than all activations. So they are made
+chunk by chunk in one buffer, reduced to three numbers a place, and made again in the backward. A place is scored once
+however many targets hang on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# One chunk of logits: large enough for a good matrix product, small enough to stay near the caches.
+CHUNK_BYTES = 32 * 2**20
+# Rows whose exponentials are held at a time while a chunk is reduced.
+_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """What happens to the logits before the softmax, in this order.
+
+    Attributes:
+        scale: Factor that the model puts on its logits.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``; None = they do not.
+        temperature: Logits are divided by it, as the sampler does.
+        chunk_bytes: Most bytes of logits alive at a time.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    chunk_bytes: int = CHUNK_BYTES
+
+
+def target_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    place: Tensor,
+    target: Tensor,
+    options: HeadOptions,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of targets and entropy of the distribution that each is drawn from.
+
+    Args:
+        hidden: [P, H] final hidden states of the predicting places.
+        weight: [V, H] of the head.
+        bias: [V] of the head, or None.
+        place: [M] int64, which of the P places predicts each target.
+        target: [M] int64, the targets.
+        options: Logit scale, cap, temperature.
+
+    Returns:
+        Log-probs [M], which carry the gradient, and entropies [M], which do not; float32, or float64 for float64 states.
+    """
+    return _TargetScores.apply(hidden, weight, bias, place, target, options)
+
+
+class _TargetScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        place: Tensor,
+        target: Tensor,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Tensor]:
+        chunks = _Chunks(hidden, weight, bias, place, options)
+        normaliser, entropy = chunks.per_place(), chunks.per_place()
+        picked = torch.empty(place.numel(), dtype=chunks.dtype, device=hidden.device)
+        exponentials = torch.empty(_ROWS, weight.shape[0], dtype=chunks.dtype, device=hidden.device)
+        for begin, end, terms in chunks:
+            logits = chunks.logits(begin, end)
+            picked[terms] = logits[place[terms] - begin, target[terms]]
+            _reduce(logits, exponentials, normaliser[begin:end], entropy[begin:end])
+        ctx.save_for_backward(hidden, weight, bias, place, target, normaliser)
+        ctx.options = options
+        entropies = entropy[place]
+        ctx.mark_non_differentiable(entropies)
+        return picked - normaliser[place], entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, place, target, normaliser = ctx.saved_tensors
+        chunks = _Chunks(hidden, weight, bias, place, ctx.options)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grad.to(chunks.dtype)
+        # several targets of one place share its softmax: their gradients are summed before it is touched
+        per_place = chunks.per_place().zero_().index_add_(0, place, grad)
+        of_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=chunks.dtype) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=chunks.dtype) if needs_bias and bias is not None else None
+        for begin, end, terms in chunks:
+            of_logits = chunks.gradient(
+                begin, end, normaliser[begin:end], per_place[begin:end], place[terms] - begin, target[terms], grad[terms]
+            )
+            if of_hidden is not None:
+                torch.mm(of_logits.to(weight.dtype), weight, out=of_hidden[begin:end])
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.t(), hidden[begin:end].to(chunks.dtype))
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _Chunks:
+    """The places of a row cut into chunks, and the one logits buffer that all of them use."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, options: HeadOptions
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.options = hidden, weight, bias, options
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        places, vocabulary = hidden.shape[0], weight.shape[0]
+        width = vocabulary * self.dtype.itemsize
+        if options.softcap is not None:
+            width *= 2  # the cap's slope needs as much again
+        self.size = max(1, min(places, options.chunk_bytes // width))
+        self.order = place.argsort(stable=True)
+        bounds = torch.arange(0, places + self.size, self.size, device=place.device)
+        self.bounds = torch.searchsorted(place[self.order], bounds).tolist()
+        self._buffer = torch.empty(self.size, vocabulary, dtype=self.dtype, device=hidden.device)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """First place, end, and which terms hang on these places."""
+        for chunk, begin in enumerate(range(0, self.hidden.shape[0], self.size)):
+            terms = self.order[self.bounds[chunk] : self.bounds[chunk + 1]]
+            yield begin, min(begin + self.size, self.hidden.shape[0]), terms
+
+    def per_place(self) -> Tensor:
+        return torch.empty(self.hidden.shape[0], dtype=self.dtype, device=self.hidden.device)
+
+    def logits(self, begin: int, end: int) -> Tensor:
+        """[end - begin, V] logits at temperature, in the buffer."""
+        return self._scaled(self._product(begin, end))
+
+    def _product(self, begin: int, end: int) -> Tensor:
+        out, hidden = self._buffer[: end - begin], self.hidden[begin:end]
+        if hidden.dtype == self.dtype:
+            torch.mm(hidden, self.weight.t(), out=out)
+        else:
+            out.copy_(hidden @ self.weight.t())
+        if self.bias is not None:
+            out.add_(self.bias)
+        return out
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        scale, softcap, temperature = self.options.scale, self.options.softcap, self.options.temperature
+        if softcap is not None:
+            return logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
+        return logits if scale == temperature else logits.mul_(scale / temperature)
+
+    def gradient(
+        self,
+        begin: int,
+        end: int,
+        normaliser: Tensor,
+        per_place: Tensor,
+        place: Tensor,
+        target: Tensor,
+        grad: Tensor,
+    ) -> Tensor:
+        """[end - begin, V] gradient of the raw product, in the buffer: (sum of grads) x (one-hot - softmax) x slope."""
+        scale, softcap, temperature = self.options.scale, self.options.softcap, self.options.temperature
+        logits = self.logits(begin, end)
+        slope = None if softcap is None else logits.mul(temperature / softcap).square_().neg_().add_(1.0)
+        out = logits.sub_(normaliser[:, None]).exp_().mul_(per_place.neg()[:, None])
+        out.index_put_((place, target), grad, accumulate=True)
+        if slope is not None:
+            out.mul_(slope)
+        return out if scale == temperature else out.mul_(scale / temperature)
+
+
+def _reduce(logits: Tensor, exponentials: Tensor, normaliser: Tensor, entropy: Tensor) -> None:
+    """Log-sum-exp and entropy of each row, a few rows at a time; ``logits`` is left shifted by each row's maximum.
+
+    With z = logits - max and Z = sum(exp z): log-sum-exp = max + log Z, entropy = log Z - sum(z exp z) / Z.
+    """
+    for begin in range(0, logits.shape[0], _ROWS):
+        rows = logits[begin : begin + _ROWS]
+        highest = rows.amax(-1)
+        rows.sub_(highest[:, None])
+        exp = torch.exp(rows, out=exponentials[: rows.shape[0]])
+        total = exp.sum(-1)
+        log_total = total.log()
+        normaliser[begin : begin + _ROWS] = highest + log_total
+        entropy[begin : begin + _ROWS] = log_total - torch.linalg.vecdot(rows, exp) / total
