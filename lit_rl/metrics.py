@@ -163,7 +163,12 @@ REGISTRY: tuple[MetricSpec, ...] = _specs(
     ("batch/row_tokens_mean", "tokens", "mean", "unique tokens of a row"),
     ("batch/row_tokens_max", "tokens", "max", "unique tokens of the largest row"),
     ("batch/row_fill_frac", "fraction", "mean", "unique tokens of a row over the token budget"),
-    ("batch/row_imbalance", "ratio", "mean", "largest over mean attention cost of the rows of a micro-batch; 1 is best"),
+    (
+        "batch/row_imbalance",
+        "ratio",
+        "mean",
+        "largest over mean attention cost of the rows of a micro-batch; 1 is best",
+    ),
     ("batch/packing_ratio", "ratio", "mean", "raw tokens per forwarded token; 1 = nothing shared"),
     ("batch/pad_frac", "fraction", "mean", "padding that the scatter to ranks adds; removed before the forward"),
     ("batch/dropped_oversize_total", "samples", "sum", "samples dropped because they exceed the token budget"),

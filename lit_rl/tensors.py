@@ -140,13 +140,15 @@ class StepBatch:
         rows: This rank's rows, one per micro-batch.
         totals: Counts over all ranks.
         policy_version: The version under which the step was planned.
+        sample_versions: ``version_first`` of each sample of the step (only on rank 0); staleness counts from it.
         stats: Metric contributions (only on rank 0).
     """
 
     rows: tuple[PackedRow, ...]
     totals: StepTotals
     policy_version: int
-    stats: dict[str, object] = field(default_factory=dict)
+    sample_versions: tuple[int, ...] = ()
+    stats: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Self:
         return replace(self, rows=tuple(row.to(device) for row in self.rows))

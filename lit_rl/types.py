@@ -255,3 +255,7 @@ class EvalResult:
     reward: float
     func_rewards: dict[str, float]
     stats: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: object) -> EvalResult:
+        """Lightning moves every batch; there is nothing to move here."""
+        return self

@@ -1,0 +1,92 @@
+"""The ``lit-rl`` command: Lightning's command line over ``PolicyModule`` and ``RolloutDataModule``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lit_rl.errors import LitRLError
+from lit_rl.train.callbacks import Staleness, WeightSync
+from lit_rl.train.data import RolloutDataModule
+from lit_rl.train.module import PolicyModule
+
+TRAINER_DEFAULTS = {"max_epochs": 3, "gradient_clip_val": 1.0, "log_every_n_steps": 1, "num_sanity_val_steps": 1}
+"""The documents' defaults where Lightning's differ."""
+
+OURS = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "accumulate_grad_batches": 1}
+"""Trainer flags that module and data carry out, and what the Trainer itself, which refuses them, is given."""
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes config.yaml into the run's folder and hands it to the loggers."""
+
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        config = self.parser.dump(self.config, skip_none=False)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"config": config})
+
+
+class LitRLCLI(LightningCLI):
+    """Adds the forced callbacks under keys of their own, the links, and one folder per run."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{key}": value for key, value in self.trainer_defaults.items()})
+        # `model.model` takes a live object and exists for Python only
+        skip = {"model", "default_callbacks"}
+        parser.add_class_arguments(PolicyModule, "model", fail_untyped=False, sub_configs=True, skip=skip)
+        parser.add_class_arguments(RolloutDataModule, "data", fail_untyped=False, sub_configs=True)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(WeightSync, "weight_sync")
+        parser.add_lightning_class_args(Staleness, "staleness")
+        for flag in ("gradient_clip_val", "gradient_clip_algorithm"):
+            parser.link_arguments(f"trainer.{flag}", f"model.{flag}")
+        parser.link_arguments("trainer.accumulate_grad_batches", "data.accumulate_grad_batches")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        skip = {"model", "datamodule"}
+        return {"fit": {*skip, "train_dataloaders", "val_dataloaders"}, "validate": {*skip, "dataloaders"}}
+
+    def before_instantiate_classes(self) -> None:
+        """Each run gets a folder of its own below ``trainer.default_root_dir``; loggers without a folder write there."""
+        trainer = self.config[self.config.subcommand]["trainer"]
+        root = Path(trainer.get("default_root_dir") or "runs")
+        folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        trainer["default_root_dir"] = str(folder)
+        loggers = trainer.get("logger")
+        for logger in loggers if isinstance(loggers, list) else [loggers]:
+            args = getattr(logger, "init_args", None)
+            if args is not None and args.get("save_dir", "") in (None, ".", ""):
+                args["save_dir"] = str(folder)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        trainer = self._get(self.config_init, "trainer", default={})
+        if trainer.get("max_steps", -1) != -1:
+            kwargs["max_epochs"] = -1  # max_steps wins where it is set
+        return super().instantiate_trainer(**OURS, **kwargs)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry of the ``lit-rl`` command; an error made by lit_rl ends it with its message and status 1."""
+    try:
+        LitRLCLI(
+            PolicyModule,
+            RolloutDataModule,
+            save_config_callback=SaveConfig,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=42,
+            auto_configure_optimizers=False,
+            parser_kwargs={"fit": {"description": "Train a policy."}},
+            args=args,
+        )
+    except LitRLError as error:
+        print(f"\nlit-rl: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
