@@ -53,8 +53,8 @@ def score_terms(
     """Scores of loss terms from hidden states [N, H]; each predicting place is scored once."""
     head = output_head(model)
     places, place = torch.unique(terms.target_index, return_inverse=True)
-    softcap, scale = getattr(model.config, "final_logit_softcapping", None), logit_scale(model)
-    options = HeadOptions(scale=scale, softcap=softcap, temperature=temperature, chunk_bytes=chunk_bytes)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    options = HeadOptions(scale=logit_scale(model), softcap=softcap, temperature=temperature, chunk_bytes=chunk_bytes)
     predicting = hidden.index_select(0, places)
     logprobs, entropy = target_scores(predicting, head.weight, head.bias, place, terms.target_ids, options)
     return TokenScores(logprobs=logprobs, entropy=entropy)
@@ -79,7 +79,7 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
 
 def logit_scale(model: PreTrainedModel) -> float:
     """The factor that the model puts on its logits (Cohere multiplies, Granite divides)."""
-    config = model.config
+    config = model.config.get_text_config()
     factor = getattr(config, "logit_scale", None)
     divisor = getattr(config, "logits_scaling", None)
     return float(factor if factor is not None else 1.0) / float(divisor if divisor is not None else 1.0)

@@ -1,0 +1,174 @@
+"""From a checkpoint to the policy: a causal language model whose attention runs over trees."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants as hub
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lit_rl.errors import SettingsError
+from lit_rl.policy.checks import dropout_attributes, refuse_unsupported
+from lit_rl.policy.tree_attention.registry import resolve_attention
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_HUB_TIMEOUT_S = 5.0
+
+
+def build_policy(
+    pretrained: str,
+    *,
+    dtype: str = "float32",
+    init_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attention: str = "auto",
+    gradient_checkpointing: bool = True,
+    disable_dropout: bool = False,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Loads the policy, in training mode, with tree attention, refusing what would train wrongly.
+
+    Args:
+        pretrained: Folder or hub id.
+        dtype: Of the weights as loaded: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto`` (the checkpoint's).
+        init_kwargs: More arguments of ``from_pretrained``, for instance ``{"revision": "main"}``.
+        trust_remote_code: Whether code of the checkpoint may run.
+        attention: ``auto`` or a backend by name.
+        gradient_checkpointing: Recompute each layer in the backward.
+        disable_dropout: Set every dropout of the model to 0.
+        device: Where the model will run; decides what ``auto`` means. The weights are loaded there.
+
+    Raises:
+        SettingsError: names ``model.pretrained``, ``model.attention``, ... and the remedy.
+    """
+    extra = _checked_kwargs(init_kwargs)
+    config = _load_config(pretrained, trust_remote_code, extra)
+    text_config = config.get_text_config()
+    implementation = resolve_attention(attention, device, text_config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            pretrained,
+            dtype=_dtype(dtype),
+            attn_implementation=implementation,
+            trust_remote_code=trust_remote_code,
+            **extra,
+        )
+    except (OSError, ValueError) as cause:
+        raise SettingsError("model.pretrained", pretrained, f"it cannot be loaded: {cause}") from cause
+    model.to(device)
+    return prepare_policy(model, gradient_checkpointing=gradient_checkpointing, disable_dropout=disable_dropout)
+
+
+def prepare_policy(
+    model: PreTrainedModel,
+    *,
+    attention: str | None = None,
+    gradient_checkpointing: bool = True,
+    disable_dropout: bool = False,
+) -> PreTrainedModel:
+    """Makes a loaded model the policy (it is changed in place); also for a model given as an object.
+
+    Args:
+        model: A causal language model.
+        attention: Backend to switch to; None keeps the one that it has.
+        gradient_checkpointing: Recompute each layer in the backward.
+        disable_dropout: Set every dropout of the model to 0.
+
+    Raises:
+        SettingsError: the model has something that tree attention cannot do.
+    """
+    if attention is not None:
+        model.set_attn_implementation(resolve_attention(attention, model.device, model.config.get_text_config()))
+    if disable_dropout:
+        remove_dropout(model)
+    refuse_unsupported(model)
+    if gradient_checkpointing:
+        # the reentrant kind loses gradients of keyword arguments
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+    return model.train()
+
+
+def remove_dropout(model: PreTrainedModel) -> None:
+    """Sets every dropout probability of the model to 0, in its modules and in its configuration."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in dropout_attributes(module):
+            setattr(module, name, 0.0)
+    config = model.config.get_text_config()
+    for name in dropout_attributes(config):
+        setattr(config, name, 0.0)
+
+
+def _checked_kwargs(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    extra = dict(init_kwargs or {})
+    keys = {
+        "dtype": "model.dtype",
+        "torch_dtype": "model.dtype",
+        "attn_implementation": "model.attention",
+        "trust_remote_code": "model.trust_remote_code",
+        "quantization_config": "model.quantization",
+    }
+    for name, key in keys.items():
+        if name in extra:
+            raise SettingsError("model.init_kwargs", {name: extra[name]}, f"this has a key of its own: {key}")
+    return extra
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    if name == "auto":
+        return "auto"
+    if name not in _DTYPES:
+        raise SettingsError("model.dtype", name, f"give auto or one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _load_config(pretrained: str, trust_remote_code: bool, extra: dict[str, Any]) -> PretrainedConfig:
+    """The checkpoint's configuration; decides within seconds that there is none to be had."""
+    folder = Path(pretrained).expanduser()
+    local = folder.exists()
+    if not local and _looks_like_a_path(pretrained):
+        raise SettingsError("model.pretrained", pretrained, "there is no such folder; give an existing one or a hub id")
+    if local and not (folder / "config.json").exists() and "gguf_file" not in extra:
+        raise SettingsError("model.pretrained", pretrained, "this folder holds no config.json; give a model's folder")
+    located = {name: extra[name] for name in ("revision", "cache_dir", "token", "subfolder", "gguf_file") if name in extra}
+    if not local and not _cached(pretrained, located):
+        _require_hub(pretrained)
+    try:
+        return AutoConfig.from_pretrained(pretrained, trust_remote_code=trust_remote_code, **located)
+    except (OSError, ValueError) as cause:
+        raise SettingsError("model.pretrained", pretrained, f"its configuration cannot be loaded: {cause}") from cause
+
+
+def _looks_like_a_path(pretrained: str) -> bool:
+    return pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
+
+
+def _cached(pretrained: str, located: dict[str, Any]) -> bool:
+    try:
+        PretrainedConfig.get_config_dict(pretrained, local_files_only=True, **located)
+    except OSError:
+        return False
+    return True
+
+
+def _require_hub(pretrained: str) -> None:
+    """Asks the hub once: its client would go on trying for half a minute before it says the same."""
+    remedy = "it is no folder here and the model hub {}; give the path of a folder that holds the model"
+    if hub.HF_HUB_OFFLINE:
+        raise SettingsError("model.pretrained", pretrained, remedy.format("is switched off (HF_HUB_OFFLINE)"))
+    request = urllib.request.Request(f"{hub.ENDPOINT}/api/models/{pretrained}", method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return  # it answers; what it says about this model is the client's business
+    except OSError as cause:
+        unreachable = f"at {hub.ENDPOINT} cannot be reached ({cause})"
+        raise SettingsError("model.pretrained", pretrained, remedy.format(unreachable)) from cause
