@@ -19,7 +19,7 @@ def check_module(module: Any) -> None:
     require("model.dtype", module.dtype_name, module.dtype_name in names, f"give one of {', '.join(names)}")
     clip = module.gradient_clip_val
     require(
-        "trainer.gradient_clip_val", clip, clip is None or clip > 0, "give a limit above 0, or null for no clipping"
+        "trainer.gradient_clip_val", clip, clip is None or clip > 0, "give a limit above 0, or null"
     )
     algorithm = module.gradient_clip_algorithm
     require("trainer.gradient_clip_algorithm", algorithm, algorithm in ("norm", "value"), "give norm or value")
@@ -52,7 +52,7 @@ def check_trainer(trainer: Any, module: Any, data: Any) -> None:
         "trainer.precision",
         precision,
         precision in TRAINER_DTYPES,
-        f"give one of {', '.join(TRAINER_DTYPES)}; fp16-mixed needs a loss scaler, which manual optimization does not have",
+        f"give one of {', '.join(TRAINER_DTYPES)}; 16-mixed needs a loss scaler, which is not built in",
     )
     require(
         "trainer.devices x trainer.num_nodes",
@@ -65,7 +65,7 @@ def check_trainer(trainer: Any, module: Any, data: Any) -> None:
         "trainer.max_steps",
         trainer.max_steps,
         bounded,
-        "give trainer.max_steps or trainer.max_epochs, or it never ends",
+        "give it or trainer.max_epochs, or it never ends",
     )
     require("trainer.fast_dev_run", trainer.fast_dev_run, not trainer.fast_dev_run, "give trainer.max_steps: 1 instead")
     limited = trainer.limit_train_batches in (1.0, None)

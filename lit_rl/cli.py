@@ -56,7 +56,7 @@ class LitRLCLI(LightningCLI):
         return {"fit": {*skip, "train_dataloaders", "val_dataloaders"}, "validate": {*skip, "dataloaders"}}
 
     def before_instantiate_classes(self) -> None:
-        """Each run gets a folder of its own below ``trainer.default_root_dir``; loggers without a folder write there."""
+        """Gives each run a folder of its own below ``trainer.default_root_dir``; loggers without one write there."""
         trainer = self.config[self.config.subcommand]["trainer"]
         root = Path(trainer.get("default_root_dir") or "runs")
         folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

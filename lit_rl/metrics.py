@@ -167,7 +167,7 @@ REGISTRY: tuple[MetricSpec, ...] = _specs(
         "batch/row_imbalance",
         "ratio",
         "mean",
-        "largest over mean attention cost of the rows of a micro-batch; 1 is best",
+        "largest over mean attention cost of a micro-batch's rows; 1 is best",
     ),
     ("batch/packing_ratio", "ratio", "mean", "raw tokens per forwarded token; 1 = nothing shared"),
     ("batch/pad_frac", "fraction", "mean", "padding that the scatter to ranks adds; removed before the forward"),

@@ -19,8 +19,8 @@ LossAverage = Literal["step", "micro_batch"]
 def row_scale(totals: StepTotals, micro_batch: int, average: LossAverage, world_size: int) -> float:
     """The factor that turns a row's summed loss into its share of the step's loss.
 
-    ``step``: 1 / all terms of the step. ``micro_batch``: 1 / (terms of this micro-batch over all ranks) / micro-batches,
-    the mean of means of the asynchronous GRPO document, in which a term of a small micro-batch weighs more.
+    ``step``: 1 / all terms of the step. ``micro_batch``: 1 / (terms of this micro-batch over all ranks) / number of
+    micro-batches, the mean of means of the asynchronous GRPO document: a term of a small micro-batch weighs more.
 
     Args:
         totals: Global counts of the step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from lit_rl.errors import PackingError
 from lit_rl.metrics import Max, Mean, Stats, Sum
@@ -46,6 +47,28 @@ class StepPlan:
     stats: Stats
 
 
+class Planner(Protocol):
+    """What the stream needs of a planner."""
+
+    @property
+    def samples(self) -> int:
+        """Samples placed since the last step was closed."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was placed yet."""
+
+    @property
+    def full(self) -> bool:
+        """The step takes no more samples, as far as the planner knows."""
+
+    def offer(self, sample: Sample) -> Verdict:
+        """Places the sample in the step that is being planned, or says why not."""
+
+    def close(self, policy_version: int) -> StepPlan:
+        """The step as planned; the planner is empty afterwards."""
+
+
 class TokenBudgetPlanner:
     """Fills rows up to a number of unique tokens, and of loss terms.
 
@@ -69,11 +92,15 @@ class TokenBudgetPlanner:
         self._tries = [PrefixTrie() for _ in range(self.ranks * self.micro_batches)]
         self._homes: dict[int, list[int]] = {}
         self._full = False
-        self.samples = 0
+        self._samples = 0
+
+    @property
+    def samples(self) -> int:
+        return self._samples
 
     @property
     def empty(self) -> bool:
-        return self.samples == 0
+        return self._samples == 0
 
     @property
     def full(self) -> bool:
@@ -94,7 +121,7 @@ class TokenBudgetPlanner:
         homes = self._homes.setdefault(sample.group_id, [])
         if row not in homes:
             homes.append(row)
-        self.samples += 1
+        self._samples += 1
         return Verdict.PLACED
 
     def _at_home(self, sample: Sample) -> tuple[int, Cursor] | None:

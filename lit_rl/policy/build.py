@@ -21,7 +21,7 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def build_policy(
-    pretrained: str,
+    pretrained: str | PreTrainedModel,
     *,
     dtype: str = "float32",
     init_kwargs: Mapping[str, Any] | None = None,
@@ -29,27 +29,35 @@ def build_policy(
     attention: str = "auto",
     gradient_checkpointing: bool = True,
     disable_dropout: bool = False,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """Loads the policy, in training mode, with tree attention, refusing what would train wrongly.
 
     Args:
-        pretrained: Folder or hub id.
+        pretrained: Folder or hub id; or a model, which is taken as it is (``dtype`` and ``init_kwargs`` are its maker's).
         dtype: Of the weights as loaded: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto`` (the checkpoint's).
         init_kwargs: More arguments of ``from_pretrained``, for instance ``{"revision": "main"}``.
         trust_remote_code: Whether code of the checkpoint may run.
         attention: ``auto`` or a backend by name.
         gradient_checkpointing: Recompute each layer in the backward.
         disable_dropout: Set every dropout of the model to 0.
-        device: Where the model will run; decides what ``auto`` means. The weights are loaded there.
+        device: Where the weights are loaded and the model will run, which decides what ``auto`` means; torch's default
+            device when None.
 
     Raises:
         SettingsError: names ``model.pretrained``, ``model.attention``, ... and the remedy.
     """
+    if isinstance(pretrained, PreTrainedModel):
+        return prepare_policy(
+            pretrained,
+            attention=attention,
+            gradient_checkpointing=gradient_checkpointing,
+            disable_dropout=disable_dropout,
+        )
     extra = _checked_kwargs(init_kwargs)
+    place = torch.get_default_device() if device is None else torch.device(device)
     config = _load_config(pretrained, trust_remote_code, extra)
-    text_config = config.get_text_config()
-    implementation = resolve_attention(attention, device, text_config)
+    implementation = resolve_attention(attention, place, config.get_text_config())
     try:
         model = AutoModelForCausalLM.from_pretrained(
             pretrained,
@@ -60,7 +68,7 @@ def build_policy(
         )
     except (OSError, ValueError) as cause:
         raise SettingsError("model.pretrained", pretrained, f"it cannot be loaded: {cause}") from cause
-    model.to(device)
+    model.to(place)
     return prepare_policy(model, gradient_checkpointing=gradient_checkpointing, disable_dropout=disable_dropout)
 
 

@@ -36,12 +36,12 @@ class PolicyModule(pl.LightningModule):
         tokenizer: Hub id or folder of the tokenizer; the policy's own by default.
         attention: Tree attention backend: ``auto``, or one by name.
         gradient_checkpointing: Recompute activations in the backward pass.
-        disable_dropout: Set every dropout to 0; needed where the checkpoint has any, since shared tokens are forwarded once.
+        disable_dropout: Set every dropout to 0; needed where the checkpoint has any: a shared token is forwarded once.
         optimizer: Built from the parameters.
         lr_scheduler: Built from the optimizer, stepped once per optimizer step; constant by default.
         gradient_clip_val: Set through ``trainer.gradient_clip_val`` on the command line. None does not clip.
         gradient_clip_algorithm: Set through ``trainer.gradient_clip_algorithm``: ``norm`` or ``value``.
-        default_callbacks: Add weight sync, staleness, epochs and metrics callbacks where the trainer has none of that type.
+        default_callbacks: Add weight sync, staleness, epochs and metrics callbacks where the trainer has none.
     """
 
     def __init__(

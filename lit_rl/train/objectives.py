@@ -48,8 +48,8 @@ def check_finite(scores: TokenScores, row: PackedRow) -> None:
     sample = row.sample_ids[int(row.terms.sample_index[term])]
     raise NonFiniteError(
         f"a trained token of rollout {sample} has policy log-prob {float(scores.logprobs[term])} and sampler log-prob "
-        f"{float(row.terms.sampler_logprobs[term])} (token id {int(row.terms.target_ids[term])}); nothing was trained on "
-        "it. Look for a diverged policy (lower model.optimizer's lr) or a sampler that reports no log-prob."
+        f"{float(row.terms.sampler_logprobs[term])} (token id {int(row.terms.target_ids[term])}); nothing was trained "
+        "on it. Look for a diverged policy (lower model.optimizer's lr) or a sampler that reports no log-prob."
     )
 
 
@@ -63,7 +63,7 @@ class GRPO(Objective):
     Args:
         epsilon: Lower clip of the importance ratio.
         epsilon_high: Upper clip; ``epsilon`` where not given.
-        loss_average: ``step`` is the exact mean over the step's loss terms; ``micro_batch`` the mean of micro-batch means.
+        loss_average: ``step`` is the exact mean over the step's terms; ``micro_batch`` the mean of micro-batch means.
     """
 
     epsilon: float = 0.2

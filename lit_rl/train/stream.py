@@ -36,10 +36,12 @@ POLL_S = 0.2
 
 
 class Producer(Protocol):
-    """What the stream needs of the rollout process; ``lit_rl.rollout.handle.RolloutHandle`` is the real one."""
+    """What the stream needs of the rollout process; ``RolloutHandle`` is the real one."""
 
     def get(self, timeout: float) -> SampleGroup | DroppedGroup | RolloutReport | None: ...
     def redispatch(self, position: Position) -> None: ...
+    def release(self, groups: int = 1) -> None: ...
+    @property
     def queue_size(self) -> int: ...
 
 
@@ -125,7 +127,7 @@ class RolloutStream:
             stats,
             {
                 "perf/rollout_wait_s": Mean(wait_s),
-                "sample/rollout_queue_size": Last(float(self._producer.queue_size())),
+                "sample/rollout_queue_size": Last(float(self._producer.queue_size)),
             },
         )
         return replace(deliver(plan, rank=0, world_size=1), stats=stats)
@@ -209,6 +211,8 @@ class RolloutStream:
         merge_into(self._stats, {f"rollout/dropped_total/{reason.value}": Sum(1)})
         if not reason.counts_for_epoch:
             self._producer.redispatch(position)
+        elif reason is DropReason.OVERSIZE:  # the child does not know that this group filled no step
+            self._producer.release()
 
     # ---- figures ------------------------------------------------------------------------------------------------
 
