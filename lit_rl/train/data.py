@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from lit_rl.capabilities import check_data, check_trainer, compute_dtype
+from lit_rl.engines.base import Engine, EngineNeeds, RunningEngine
 from lit_rl.engines.vllm_server import VLLMServer
 from lit_rl.errors import SettingsError
 from lit_rl.packing.planner import FixedCountPlanner, Planner, TokenBudgetPlanner
 from lit_rl.rollout.handle import RolloutHandle
 from lit_rl.rollout.ledger import Ledger
-from lit_rl.rollout.prompts import check_dataset, encode_prompt, load_dataset, longest_prompt
-from lit_rl.rollout.scoring import load_rewards
+from lit_rl.rollout.prompts import check_dataset, dataset_fingerprint, encode_prompt, longest_prompt
+from lit_rl.rollout.reward_functions import check_picklable, load_rewards
 from lit_rl.settings import DatasetFunction, DatasetSpec, EndpointSpec, Reward, RolloutSettings, Sampling
+from lit_rl.train.datasets import build_dataset
 from lit_rl.train.stream import EvalStream, RolloutStream, bounded_length
 from lit_rl.types import EvalResult
 
@@ -68,7 +70,7 @@ class RolloutDataModule(pl.LightningDataModule):
         rewards: list[RewardChoice],
         *,
         eval: DatasetChoice | dict[str, DatasetChoice] | None = None,
-        engine: VLLMServer = VLLMServer(),  # noqa: B008  (frozen)
+        engine: Engine = VLLMServer(),  # noqa: B008  (frozen)
         sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
         num_generations: int = 8,
         num_generations_eval: int = 1,
@@ -104,7 +106,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.staleness: Staleness | None = None  # the callback registers itself
         self.endpoint: EndpointSpec | None = None
         self.policy_version = 0
-        self._server: Any = None
+        self.sampler: RunningEngine | None = None
         self._handle: RolloutHandle | None = None
         self._ledger_state: dict[str, Any] | None = None
         check_data(self)
@@ -115,46 +117,43 @@ class RolloutDataModule(pl.LightningDataModule):
         """Loads and checks the data, and starts the server where one is to be launched; waits for nothing."""
         trainer, module = self._trainer, self._module
         check_trainer(trainer, module, self)
-        self._rewards = load_rewards(self.rewards)
+        self._rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in self.rewards]
+        check_picklable(self._rewards)
+        load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
         self.tokenizer = _load_tokenizer(module)
-        self._train_set = check_dataset(load_dataset(self.train), key="data.train")
-        self._eval_sets = {
-            name: check_dataset(load_dataset(choice), key=f"data.eval.{name}") for name, choice in self.eval.items()
-        }
-        self.ledger = Ledger(len(self._train_set), seed=self.seed, shuffle=self.shuffle)
+        self._train_set = _checked(self.train, "data.train")
+        self._eval_sets = {name: _checked(choice, f"data.eval.{name}") for name, choice in self.eval.items()}
+        self.ledger = Ledger(
+            len(self._train_set),
+            seed=self.seed,
+            shuffle=self.shuffle,
+            fingerprint=dataset_fingerprint(self._train_set),
+        )
         if self._ledger_state is not None:
             self.ledger.load_state_dict(self._ledger_state)
         self.longest_prompt = max(
             longest_prompt(prompts, self.tokenizer, self.chat_template_kwargs)
             for prompts in (self._train_set, *self._eval_sets.values())
         )
-        if self.engine.launch:
-            self._server = self.engine.start(
-                model=module.pretrained,
-                tokenizer=module.tokenizer_name,
-                dtype=compute_dtype(str(trainer.precision), module.dtype_name),
-                max_model_len=self.longest_prompt + self.max_completion_length,
-                max_logprobs=1,
-                device="cuda" if trainer.strategy.root_device.type == "cuda" else "cpu",
-                trust_remote_code=module.trust_remote_code,
-                log_file=Path(trainer.default_root_dir) / "server.log",
-            )
+        needs = EngineNeeds(
+            model=module.pretrained,
+            tokenizer=module.tokenizer_name,
+            dtype=compute_dtype(str(trainer.precision), module.dtype_name),
+            longest_prompt=self.longest_prompt,
+            max_completion_length=self.max_completion_length,
+            max_logprobs=0,
+            device="cuda" if trainer.strategy.root_device.type == "cuda" else "cpu",
+            trust_remote_code=module.trust_remote_code,
+            run_dir=Path(trainer.default_root_dir),
+        )
+        self.sampler = self.engine.start(needs)
 
     def connect(self) -> None:
         """Waits until every server answers, checks them, and starts the rollout process, which waits for version 1."""
         if self._handle is not None:
             return
-        facts = self.engine.connect(self._server, model=self._module.pretrained)
-        needed = self.longest_prompt + self.max_completion_length
-        if facts.max_model_len < needed:
-            raise SettingsError(
-                "data.max_completion_length",
-                self.max_completion_length,
-                f"with the longest prompt ({self.longest_prompt} tokens) it needs {needed} tokens, the server takes "
-                f"{facts.max_model_len}; lower it or start the server with --max-model-len {needed}",
-            )
-        self.max_model_len = facts.max_model_len
-        self.endpoint = facts.endpoint
+        assert self.sampler is not None
+        self.endpoint, self.max_model_len = self.sampler.connect()
         self._handle = RolloutHandle(
             self._rollout_settings(),
             self.endpoint,
@@ -259,9 +258,9 @@ class RolloutDataModule(pl.LightningDataModule):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.stop()
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+        sampler, self.sampler = self.sampler, None
+        if sampler is not None:
+            sampler.stop()
 
     # ---- what the trainer knows ---------------------------------------------------------------------------------
 
@@ -279,6 +278,12 @@ class RolloutDataModule(pl.LightningDataModule):
         """Passes over the prompts; ``max_steps`` wins where it is set."""
         trainer = self._trainer
         return None if trainer.max_steps != -1 or trainer.max_epochs == -1 else trainer.max_epochs
+
+
+def _checked(choice: Any, key: str) -> Any:
+    dataset = build_dataset(choice, key)
+    check_dataset(dataset, key)
+    return dataset
 
 
 def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:

@@ -80,7 +80,7 @@ class WeightSync(pl.Callback):
 
         data = trainer.datamodule  # type: ignore[attr-defined]
         data.connect()
-        self._transport = data.engine.transport(data.endpoint.urls, timeout=self._seconds(data))
+        self._transport = data.sampler.transport(timeout=self._seconds(data))
         self._transport.open(tensor_metadata(pl_module.policy))
         self._synced_step = trainer.global_step
         self._sync(trainer, pl_module, [torch.tensor(ids) for ids in data.probe_prompts(PROBE_SEQUENCES)])
