@@ -1,8 +1,8 @@
 """The ledger: what became of each prompt of each pass over the data (decision 9). Pure; it lives in the trainer.
 
 A prompt's place is its ``Position``. An outcome either settles the place (trained, or dropped for a reason that counts
-for the epoch) or leaves it open (stale, cancelled, in flight when the run ended), and an open place is dispatched again.
-So after a resume nothing is lost and nothing is trained twice::
+for the epoch) or leaves it open (stale, cancelled, in flight when the run ended), and an open place is dispatched
+again. So after a resume nothing is lost and nothing is trained twice::
 
     ledger = Ledger(prompts=12)
     for index in (0, 1, 3, 4):
@@ -137,7 +137,7 @@ class Ledger:
         """What a new rollout process must dispatch: every open place, each once."""
         last = max(self._open, default=self._done)
         reached = self._open[last].reached if last in self._open else 0
-        ends = {epoch: self.prompts for epoch in range(self._done, last)} | {last: reached}
+        ends = dict.fromkeys(range(self._done, last), self.prompts) | {last: reached}
         redispatch = [Position(epoch, i) for epoch, end in ends.items() for i in self._epoch(epoch).gaps(end)]
         if reached == self.prompts:
             last, reached = last + 1, 0

@@ -233,7 +233,7 @@ class FakeServer:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as cause:  # handed to start(), which raises it
+        except BaseException as cause:  # noqa: BLE001  (handed to start(), which raises it)
             self._failure = cause
             self._ready.set()
 

@@ -1,0 +1,107 @@
+"""Stop 4: a rollout's turns become training sequences. Pure.
+
+Each turn was sampled under its own prompt, and that prompt is the truth (decision 3). A turn whose prompt begins with
+all tokens of a held sequence extends it, the longest such one; the rest of the prompt is context. Any other turn,
+however small the difference, begins a sequence of its own. So each sampled token is trained exactly once, under the
+context it was sampled in::
+
+    turn 0: [11, 12] -> [13]           held: 11 12 (13)
+    turn 1: [11, 12, 13, 20] -> [21]   held: 11 12 (13) 20 (21)
+    turn 2: [11, 12] -> [14]           held: 11 12 (13) 20 (21)  and  11 12 (14)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lit_rl.errors import ProducerError
+from lit_rl.types import Sequence, TurnRecord
+
+
+class Reconciled(NamedTuple):
+    """What reconciling a rollout gives.
+
+    Attributes:
+        sequences: Those with at least one trained token.
+        borders: Borders between turns.
+        forks: Borders at which a new sequence began.
+    """
+
+    sequences: list[Sequence]
+    borders: int
+    forks: int
+
+
+@dataclass
+class _Held:
+    """A sequence while it grows; all lists have one entry per token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    sampling_masks: list[list[int] | None] = field(default_factory=list)
+    candidates: list[dict[int, float] | None] = field(default_factory=list)
+
+    def is_prefix_of(self, prompt: list[int]) -> bool:
+        n = len(self.token_ids)
+        # The last token differs first when a template renders a turn anew: look there before comparing all.
+        return n <= len(prompt) and prompt[n - 1] == self.token_ids[-1] and prompt[:n] == self.token_ids
+
+    def extend(self, turn: TurnRecord, mask: list[bool]) -> None:
+        context, n = turn.prompt_ids[len(self.token_ids) :], len(turn.output_ids)
+        log_probs = turn.output_log_probs or [0.0] * n
+        self.token_ids += context + turn.output_ids
+        self.trained += [False] * len(context) + mask
+        self.log_probs += [0.0] * len(context) + [lp if m else 0.0 for lp, m in zip(log_probs, mask, strict=True)]
+        self.sampling_masks.extend([None] * len(context))
+        self.sampling_masks.extend(turn.output_sampling_mask or [None] * n)
+        self.candidates.extend([None] * len(context))
+        self.candidates.extend(turn.output_sampler_logprobs or [None] * n)
+
+    def sequence(self) -> Sequence:
+        return Sequence(
+            token_ids=np.asarray(self.token_ids, dtype=np.int64),
+            completion_mask=np.asarray(self.trained, dtype=bool),
+            sampler_logprobs=np.asarray(self.log_probs, dtype=np.float32),
+            sampling_masks=self.sampling_masks if any(m is not None for m in self.sampling_masks) else None,
+            sampler_candidates=self.candidates if any(c is not None for c in self.candidates) else None,
+        )
+
+
+def reconcile(turns: list[TurnRecord]) -> Reconciled:
+    """The training sequences of a rollout's turns, in the order in which they began.
+
+    Raises:
+        ProducerError: a turn's lists do not fit together.
+    """
+    held: list[_Held] = []
+    for number, turn in enumerate(turns):
+        mask = _trained(turn, number)
+        fitting = [sequence for sequence in held if sequence.is_prefix_of(turn.prompt_ids)]
+        if not fitting:
+            held.append(_Held())
+            fitting = [held[-1]]
+        max(fitting, key=lambda sequence: len(sequence.token_ids)).extend(turn, mask)
+    kept = [sequence.sequence() for sequence in held if any(sequence.trained)]
+    return Reconciled(kept, borders=max(0, len(turns) - 1), forks=max(0, len(held) - 1))
+
+
+def _trained(turn: TurnRecord, number: int) -> list[bool]:
+    """Whether each output token is trained; refuses turns whose lists do not fit."""
+    n = len(turn.output_ids)
+    if not turn.prompt_ids:
+        raise ProducerError(f"turn {number} of a rollout has no prompt_ids; it carries the whole prompt sent")
+    mask = [True] * n if turn.output_mask is None else [bool(m) for m in turn.output_mask]
+    needed: dict[str, list[Any] | None] = {"output_mask": mask, "output_sampling_mask": turn.output_sampling_mask}
+    needed["output_sampler_logprobs"] = turn.output_sampler_logprobs
+    if any(mask) or turn.output_log_probs:
+        needed["output_log_probs"] = turn.output_log_probs
+    for name, values in needed.items():
+        if values is not None and len(values) != n:
+            raise ProducerError(
+                f"turn {number} of a rollout has {n} output_ids and {len(values)} {name}; give one each"
+            )
+    return mask
