@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_rl.errors import LitRLError, ProducerDied, ProducerError, ProducerSilent, SettingsError
 from lit_rl.rollout.ledger import LedgerStart
@@ -287,7 +287,7 @@ class RolloutHandle:
         except OSError:
             return True
 
-    def _raise_death(self) -> None:
+    def _raise_death(self) -> NoReturn:
         """Raises what ended the child."""
         assert self._process is not None and self._ends is not None
         failure: Failure | None = None
@@ -356,9 +356,10 @@ def _main_module_hidden(unless: bool) -> Iterator[None]:
     if unless or main is None:
         yield
         return
-    hidden = {name: main.__dict__.pop(name) for name in ("__spec__", "__file__") if name in main.__dict__}
-    main.__spec__ = None
+    names: dict[str, Any] = main.__dict__
+    hidden = {name: names.pop(name) for name in ("__spec__", "__file__") if name in names}
+    names["__spec__"] = None
     try:
         yield
     finally:
-        main.__dict__.update(hidden)
+        names.update(hidden)

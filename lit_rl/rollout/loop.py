@@ -187,7 +187,8 @@ class RolloutLoop:
             for work in (self._feed(), self._report(), *(self._score() for _ in range(_SCORERS))):
                 self.spawn(work)
             stopping = asyncio.ensure_future(stop.wait())
-            await asyncio.wait({stopping, self._crash}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {stopping, self._crash}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if self._crash.done():
                 self._crash.result()

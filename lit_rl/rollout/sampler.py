@@ -196,7 +196,7 @@ def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int]) -> Tu
     return TurnRecord(
         prompt_ids=list(prompt_ids),
         output_ids=output_ids,
-        output_log_probs=[float(log_prob) for _, log_prob in pairs],
+        output_log_probs=[float(log_prob) for _, log_prob in pairs if log_prob is not None],
         output_sampling_mask=choice.get("sampling_mask"),
         finish_reason=choice.get("finish_reason"),
         policy_versions=_policy_versions(choice.get("weight_versions"), len(output_ids)),

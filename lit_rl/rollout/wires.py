@@ -61,8 +61,8 @@ class Numbers:
 
     @classmethod
     def create(cls, context: SpawnContext) -> Numbers:
-        whole = [context.RawValue("q", 0) for _ in range(4)]
-        return cls(*whole, context.RawValue("d", time.monotonic()))
+        version, taken, stop, sent = (context.RawValue("q", 0) for _ in range(4))
+        return cls(version, taken, stop, sent, heartbeat=context.RawValue("d", time.monotonic()))
 
     @property
     def queue_size(self) -> int:

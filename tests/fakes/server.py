@@ -243,7 +243,7 @@ class FakeServer:
         await runner.setup()
         site = web.TCPSite(runner, self.host, self.port)
         await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.port = site._server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop_async.wait()
         await runner.cleanup()
