@@ -91,6 +91,8 @@ class WeightSync(pl.Callback):
 
         assert self._transport is not None
         data = trainer.datamodule  # type: ignore[attr-defined]
+        # a server refuses a prompt that leaves no room for one more token
+        probes = [probe[: data.max_model_len - 1] for probe in probes]
         started = time.perf_counter()
         before = [self._ask_servers(data, probe) for probe in probes] if self.receipt else []
         asked = time.perf_counter()
