@@ -27,8 +27,11 @@ class Admission(Protocol):
     def resume(self) -> None:
         """Ends a pause."""
 
-    async def start_group(self) -> None:
+    async def group_may_start(self) -> None:
         """Waits until a group may start. Woken by finished rollouts, releases and new policy versions."""
+
+    def start_group(self) -> None:
+        """Counts a group that starts now."""
 
     async def start_rollout(self) -> None:
         """Waits until a rollout may start, and counts it as in flight. Woken by finished rollouts."""
@@ -67,9 +70,11 @@ class AsyncAdmission:
         self._paused = False
         self._changed.set()
 
-    async def start_group(self) -> None:
+    async def group_may_start(self) -> None:
         while self._paused or not self._group_fits():
             await self._change()
+
+    def start_group(self) -> None:
         version, started = self._started()
         self._started_under = (version, started + 1)
 
@@ -112,5 +117,6 @@ class AsyncAdmission:
     async def _change(self) -> None:
         """Until something may have changed, at most ``POLL_S`` seconds."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), POLL_S)
+        with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 can lose a cancellation
+            async with asyncio.timeout(POLL_S):
+                await self._changed.wait()

@@ -357,7 +357,7 @@ def _main_module_hidden(unless: bool) -> Iterator[None]:
         yield
         return
     names: dict[str, Any] = main.__dict__
-    hidden = {name: names.pop(name) for name in ("__spec__", "__file__") if name in names}
+    hidden: dict[str, Any] = {name: names.pop(name) for name in ("__spec__", "__file__") if name in names}
     names["__spec__"] = None
     try:
         yield

@@ -2,7 +2,7 @@
 
 ::
 
-    _feed     draw -> filter_prompt -> admission -> a task per rollout       waits: admission, the end of the epochs
+    _feed     admission -> draw -> filter_prompt -> a task per rollout       waits: admission, the end of the epochs
     _rollout  generate_one -> reconcile; the last of a group queues it       waits: servers, a full score queue
     _score    rewards -> compute_advantages -> samples or a drop -> outbox   waits: rewards, a full rollout queue
     _report   figures that belong to no group, every two seconds
@@ -235,11 +235,12 @@ class RolloutLoop:
     async def _feed(self) -> None:
         source, admission = self._parts.source, self._parts.admission
         while True:
+            await admission.group_may_start()  # before the draw, so that filter_prompt knows the newest
             prompt = source.draw()
             if prompt is None:  # all epochs are drawn; a redispatch may still come
                 await asyncio.sleep(_IDLE_S)
             elif self.filter_prompt(prompt.row_index, _row(prompt), prompt.position.epoch):
-                await admission.start_group()
+                admission.start_group()
                 await self._start_group(prompt)
             else:
                 await self._reject(prompt)

@@ -44,9 +44,8 @@ class RewardFunction:
     @property
     def is_async(self) -> bool:
         target = self.call.func if isinstance(self.call, functools.partial) else self.call
-        return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
-            getattr(type(target), "__call__", None)
-        )
+        called = type(target).__call__  # an instance of a class may have an asynchronous one
+        return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(called)
 
     async def __call__(self, wanted: int, arguments: dict[str, Any]) -> np.ndarray:
         """The rewards of one group.
@@ -84,7 +83,8 @@ class RewardFunction:
                     "data.rewards if it may take longer"
                 ) from cause
             # The command line shows errors of lit_rl without a traceback, and here the user needs theirs.
-            where = "".join(traceback.format_tb(cause.__traceback__)[-4:])
+            frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename != __file__]
+            where = "".join(traceback.format_list(frames[-6:]))
             raise RewardError(f"reward function {self.name!r} raised {cause!r}\n{where}") from cause
 
 

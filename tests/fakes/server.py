@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,9 @@ class WeightState:
     updates: list[Any] = field(default_factory=list)
     paused: bool = False
     pause_mode: str | None = None
+
+
+_current: ContextVar[Call] = ContextVar("call")
 
 
 def default_answer(call: Call) -> Answer:
@@ -284,7 +288,7 @@ class FakeServer:
 
     def _adapted(self, handler: Callable[[Call], Any]) -> Callable[[web.Request], Any]:
         async def adapted(request: web.Request) -> web.StreamResponse:
-            result = handler(request["call"])
+            result = handler(_current.get())
             return await result if asyncio.iscoroutine(result) else result
 
         return adapted
@@ -303,7 +307,7 @@ class FakeServer:
             call = Call(request.path, body, dict(request.query), number, time.monotonic())
             self.requests.append(call)
             rule = next((r for r in self.rules if r.matches(call)), None)
-        request["call"] = call
+        _current.set(call)
         refused = await self._act(rule, request) if rule else None
         response = refused if refused is not None else await handler(request)
         call.answered = True
