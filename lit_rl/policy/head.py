@@ -1,4 +1,4 @@
-"""Log-probs and entropy at predicting places only, without ever holding the logits of more than one chunk.
+"""Stop 11: log-probs and entropy at predicting places only, without ever holding the logits of more than one chunk.
 
 The head is the widest part of a small model: logits of a row would weigh more than all activations. So they are made
 chunk by chunk in one buffer, reduced to three numbers a place, and made again in the backward. A place is scored once

@@ -47,7 +47,7 @@ def check_finite(scores: TokenScores, row: PackedRow) -> None:
     term = int(bad.nonzero()[0])
     sample = row.sample_ids[int(row.terms.sample_index[term])]
     raise NonFiniteError(
-        f"a trained token of rollout {sample} has policy log-prob {float(scores.logprobs[term])} and sampler log-prob "
+        f"a trained token of rollout {sample} has policy log-prob {float(scores.logprobs.detach()[term])} and sampler log-prob "
         f"{float(row.terms.sampler_logprobs[term])} (token id {int(row.terms.target_ids[term])}); nothing was trained "
         "on it. Look for a diverged policy (lower model.optimizer's lr) or a sampler that reports no log-prob."
     )

@@ -25,7 +25,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny_model(config: type[PretrainedConfig], *, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+def tiny_model(
+    config: type[PretrainedConfig], *, dtype: torch.dtype = torch.float64, **options: Any
+) -> PreTrainedModel:
     """A model of two layers with transformers' own attention, always with the same weights."""
     torch.manual_seed(0)
     # transformers' eager attention and its norms compute in float32, whose rounding would hide errors below 1e-7

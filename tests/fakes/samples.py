@@ -23,7 +23,12 @@ def group_of(count: int, prompt: int, completion: int, *, group: int = 0) -> lis
     shared = [1000 * group + place for place in range(prompt)]
     mask = [0] * prompt + [1] * completion
     return [
-        sample([*shared, *range(500_000 + 1000 * i, 500_000 + 1000 * i + completion)], mask, name=f"{group}.{i}", group=group)
+        sample(
+            [*shared, *range(500_000 + 1000 * i, 500_000 + 1000 * i + completion)],
+            mask,
+            name=f"{group}.{i}",
+            group=group,
+        )
         for i in range(count)
     ]
 

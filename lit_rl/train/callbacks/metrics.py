@@ -73,9 +73,7 @@ class Metrics(pl.Callback):
         shown = {short: step[name] for name, short in PROGRESS_BAR.items() if name in step}
         silent = {name: value for name, value in step.items() if name not in shown}  # `reward` has one name for both
         for found, visible in ((silent, False), (shown, True)):
-            pl_module.log_dict(
-                found, prog_bar=visible, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
-            )
+            pl_module.log_dict(found, prog_bar=visible, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def _ship(self, trainer: pl.Trainer) -> None:
         window, self._window = self._window, {}
