@@ -62,7 +62,8 @@ class ChildPlan:
             check_dataset(rows, f"data.eval.{name}")
         check_picklable(self.rewards)
         load_rewards(self.rewards)
-        if not self.rewards and self.loop_class() is RolloutLoop:
+        loop_class = self.loop_class()
+        if not self.rewards and loop_class is RolloutLoop:
             remedy = "nothing would score a rollout; give a reward function, or a loop that sets Rollout.reward"
             raise SettingsError("data.rewards", self.rewards, remedy)
 

@@ -25,7 +25,7 @@ def hangs(completions, **columns):
 
 
 async def blocks_the_event_loop(completions, **columns):
-    time.sleep(600)  # noqa: ASYNC251
+    time.sleep(600)
     await asyncio.sleep(0)
 
 

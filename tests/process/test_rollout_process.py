@@ -37,11 +37,6 @@ def answer(call):
     return Answer([10 + call.number % 5, *([11] * (call.number % 3)), EOS])
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tiny_model):
-    return tiny_model
-
-
 def handle_of(url, tokenizer, *rewards, rows=ROWS, evals=None, timeout=60.0, start=None, loop=None, **settings):
     options = {"num_generations": 4, "max_completion_length": 8, "max_retries": 0, "heartbeat_s": 0.1, **settings}
     return RolloutHandle(
@@ -95,13 +90,13 @@ def is_gone(pid, within=5.0):
 
 
 @pytest.fixture(scope="module")
-def running(tokenizer_folder):
+def running(tiny_model):
     before = os.environ.get("RANK")
     os.environ["RANK"] = "0"
     with FakeServer(answer) as server:
         handle = handle_of(
             server.url,
-            tokenizer_folder,
+            tiny_model,
             examples.by_length,
             f"{examples.__name__}.surroundings",
             evals={"held_out": ROWS[:3]},
@@ -136,19 +131,13 @@ def test_groups_come_whole_scored_and_stamped(running):
     assert group.position.index >= 5
     assert group.version_first == 1
     assert len(group.samples) == 4
-    assert all(sample.reward == pytest.approx(1.5 + length(sample) + extra(sample)) for sample in group.samples)
+    # surroundings gives 1, the loop's bonus 0.5, by_length the length and thousandths for the rollout's place
+    for place, sample in enumerate(group.samples):
+        generated = int(sample.sequence.completion_mask.sum()) - 1
+        assert sample.reward == pytest.approx(1.5 + generated + 0.001 * place)
     assert 0 <= time.time() - group.queued_at < 60
     assert metrics.values(group.stats)["rewards/surroundings/mean"] == 1.0
     assert metrics.values(group.stats)["rewards/rollout_reward/mean"] == 0.5
-
-
-def length(sample):
-    return int(sample.sequence.completion_mask.sum()) - 1  # without the end token
-
-
-def extra(sample):
-    """by_length's thousandths, which tell the rollouts of a group apart."""
-    return round((sample.reward * 1000) % 10) / 1000
 
 
 def test_a_full_queue_stops_generation_until_the_trainer_takes_samples(running):
@@ -189,8 +178,7 @@ def test_an_evaluation_answers_though_the_queue_is_full(running):
 
 def test_an_evaluation_that_takes_too_long_is_an_error_with_the_limit(running):
     handle, server = running
-    rule = server.script(GENERATE, when=lambda call: call.prompt_ids == server.generations[0].prompt_ids, delay=3.0)
-    rule.when = None
+    server.script(GENERATE, delay=3.0)
     with pytest.raises(ProducerError, match=r"evaluation of 'held_out' .* more than 0\.5 s"):
         handle.evaluate("held_out", deadline_s=0.5)
     server.rules.clear()
@@ -221,9 +209,9 @@ def test_stopping_with_a_full_queue_leaves_nobody_behind(running):
 # --- every way to end
 
 
-def test_an_exception_of_a_reward_comes_home_with_its_traceback(tokenizer_folder):
+def test_an_exception_of_a_reward_comes_home_with_its_traceback(tiny_model):
     with FakeServer(answer) as server:
-        handle = handle_of(server.url, tokenizer_folder, examples.raises)
+        handle = handle_of(server.url, tiny_model, examples.raises)
         handle.set_policy_version(1)
         handle.start()
         error = ends_with(handle, RewardError)
@@ -232,16 +220,16 @@ def test_an_exception_of_a_reward_comes_home_with_its_traceback(tokenizer_folder
     assert "Traceback" in str(error.__cause__) and isinstance(error.__cause__, ProducerDied)
 
 
-def test_a_reward_that_ends_the_process_is_told_by_the_exit_code(tokenizer_folder):
+def test_a_reward_that_ends_the_process_is_told_by_the_exit_code(tiny_model):
     with FakeServer(answer) as server:
-        handle = handle_of(server.url, tokenizer_folder, examples.exits)
+        handle = handle_of(server.url, tiny_model, examples.exits)
         handle.start()
         handle.set_policy_version(1)
         assert "exit code 3" in str(ends_with(handle, ProducerDied))
 
 
-def test_a_killed_child_is_noticed_at_once(tokenizer_folder):
-    handle = handle_of("http://127.0.0.1:9", tokenizer_folder, examples.by_length)
+def test_a_killed_child_is_noticed_at_once(tiny_model):
+    handle = handle_of("http://127.0.0.1:9", tiny_model, examples.by_length)
     handle.start()
     time.sleep(0.5)
     os.kill(handle.pid, signal.SIGKILL)
@@ -250,20 +238,20 @@ def test_a_killed_child_is_noticed_at_once(tokenizer_folder):
     assert time.monotonic() - began < 5
 
 
-def test_a_blocked_event_loop_is_told_from_a_busy_one(tokenizer_folder):
+def test_a_blocked_event_loop_is_told_from_a_busy_one(tiny_model):
     with FakeServer(answer) as server:
-        handle = handle_of(server.url, tokenizer_folder, examples.blocks_the_event_loop, timeout=6.0)
+        handle = handle_of(server.url, tiny_model, examples.blocks_the_event_loop, timeout=6.0)
         handle.start()
         handle.set_policy_version(1)
         error = ends_with(handle, ProducerSilent)
     assert "data.worker_timeout" in str(error)
 
 
-def test_a_server_that_is_not_there_ends_the_run_with_its_address(tokenizer_folder):
+def test_a_server_that_is_not_there_ends_the_run_with_its_address(tiny_model):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        handle = handle_of(url, tokenizer_folder, examples.by_length)
+        handle = handle_of(url, tiny_model, examples.by_length)
         handle.start()
         handle.set_policy_version(1)
         error = ends_with(handle, ServerError)
@@ -277,14 +265,13 @@ def test_a_tokenizer_that_is_not_there_is_told_with_the_traceback(tmp_path):
     assert "nothing" in str(error) and "Traceback" in str(error)
 
 
-def test_stopping_during_a_hung_reward_takes_seconds(tokenizer_folder):
+def test_stopping_during_a_hung_reward_takes_seconds(tiny_model):
     with FakeServer(answer) as server:
-        handle = handle_of(server.url, tokenizer_folder, examples.hangs)
+        handle = handle_of(server.url, tiny_model, examples.hangs)
         handle.start()
         handle.set_policy_version(1)
         server.wait_for(lambda s: len(s.generations) >= 4, timeout=START_S)
         time.sleep(0.3)
-        assert handle.get(0.1) is None or True
         pid, began = handle.pid, time.monotonic()
         handle.stop()
         assert is_gone(pid)
@@ -356,12 +343,12 @@ def run_script(tmp_path, url, tokenizer, *, imports, rewards, sleep, until="isin
     return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def test_a_child_of_a_killed_trainer_ends_and_never_imported_the_trainers_script(tmp_path, tokenizer_folder):
+def test_a_child_of_a_killed_trainer_ends_and_never_imported_the_trainers_script(tmp_path, tiny_model):
     with FakeServer(answer) as server:
         trainer = run_script(
             tmp_path,
             server.url,
-            tokenizer_folder,
+            tiny_model,
             imports="import marker_of_the_main_script",
             rewards="[surroundings]",
             until="handle.get(1.0) is not None",
@@ -377,9 +364,9 @@ def test_a_child_of_a_killed_trainer_ends_and_never_imported_the_trainers_script
             trainer.kill()
 
 
-def test_a_script_may_define_its_rewards_itself_and_ends_without_being_told_to_stop(tmp_path, tokenizer_folder):
+def test_a_script_may_define_its_rewards_itself_and_ends_without_being_told_to_stop(tmp_path, tiny_model):
     with FakeServer(answer) as server:
-        trainer = run_script(tmp_path, server.url, tokenizer_folder, imports="", rewards="[mine]", sleep=0)
+        trainer = run_script(tmp_path, server.url, tiny_model, imports="", rewards="[mine]", sleep=0)
         try:
             child = int(trainer.stdout.readline())
             assert trainer.stdout.readline() == "a group came\n"

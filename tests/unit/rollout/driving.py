@@ -1,7 +1,6 @@
 """Runs a rollout loop in the test process against a fake server; what it sends home lands in a list."""
 
 import asyncio
-import contextlib
 from dataclasses import dataclass, field
 
 from lit_rl import metrics
@@ -14,6 +13,7 @@ from lit_rl.rollout.sampler import Sampler
 from lit_rl.rollout.scoring import Scorer
 from lit_rl.settings import EndpointSpec, RolloutSettings
 from lit_rl.types import DroppedGroup, EvalResult, RolloutReport, SampleGroup
+from tests.fakes.server import FakeServer
 from tests.fakes.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -58,7 +58,7 @@ class Home:
 class Drive:
     """A loop to be run; ``until`` gets the drive and says when it is over."""
 
-    server: object
+    server: FakeServer
     rows: list
     rewards: list
     loop_class: type = RolloutLoop
@@ -104,6 +104,5 @@ class Drive:
 
 
 def text_ids(text):
-    with contextlib.suppress(KeyError):
-        return [int(i) for i in TOKENIZER(text)["input_ids"]]
-    raise ValueError(text)
+    """The tokens of plain text."""
+    return [int(i) for i in TOKENIZER(text)["input_ids"]]

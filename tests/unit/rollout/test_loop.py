@@ -206,15 +206,11 @@ class TwoTurns(RolloutLoop):
         first = await self.generate_one_turn(self.encode(prompt))
         second = await self.generate_one_turn([*first.prompt_ids, *first.output_ids, 5])
         ids = first.output_ids + second.output_ids
-        return Rollout(TOKENIZER.decode(ids), ids, [first, second], reward=float(len(self.seen)) + self.seen.append(1))
+        self.rollouts += 1
+        return Rollout(TOKENIZER.decode(ids), ids, [first, second], reward=float(self.rollouts))
 
     async def setup(self):
-        class Counter(list):
-            def append(self, item):
-                super().append(item)
-                return 0.0
-
-        self.seen = Counter()
+        self.rollouts = 0
 
 
 def test_requests_of_one_rollout_share_its_token_limit():
@@ -241,7 +237,7 @@ def test_a_hook_that_returns_no_rollout_is_named():
 
 class Buggy(Curriculum):
     def compute_advantages(self, group):
-        return {}["advantages"]
+        raise KeyError("advantages")
 
 
 def test_an_error_in_a_hook_ends_the_run_and_close_still_runs():
@@ -350,11 +346,16 @@ def test_an_evaluation_scores_every_prompt_of_its_set():
         return [0.5] * len(completions)
 
     with FakeServer(numbered) as server:
-        drive = Drive(server, ROWS, [right, short], evals={"held_out": HELD_OUT}, version=7)
-        drive.start = LedgerStart(1, 0)
-        drive.settings["max_epochs"] = 1
-        drive.settings["num_generations_eval"] = 2
-        drive.__post_init__()
+        settings = {"max_epochs": 1, "num_generations_eval": 2}
+        drive = Drive(
+            server,
+            ROWS,
+            [right, short],
+            evals={"held_out": HELD_OUT},
+            version=7,
+            start=LedgerStart(1, 0),
+            settings=settings,
+        )
         (result,) = drive.run(evaluates).of(EvalResult)
         assert len(server.generations) == 10
     assert (result.name, result.policy_version, result.prompts, result.rollouts) == ("held_out", 7, 5, 10)
@@ -381,9 +382,8 @@ def test_no_training_rollout_starts_during_an_evaluation():
 def test_an_evaluation_without_a_single_answer_is_an_error():
     with FakeServer(numbered) as server:
         server.script(GENERATE, status=400, body="no such luck")
-        drive = Drive(server, ROWS, [digit], evals={"held_out": HELD_OUT}, start=LedgerStart(1, 0))
-        drive.settings["max_epochs"] = 1
-        drive.__post_init__()
+        start, settings = LedgerStart(1, 0), {"max_epochs": 1}
+        drive = Drive(server, ROWS, [digit], evals={"held_out": HELD_OUT}, start=start, settings=settings)
         with pytest.raises(ServerError, match=r"evaluation 'held_out' failed.*no such luck"):
             drive.run(evaluates)
 

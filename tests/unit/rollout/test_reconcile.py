@@ -115,7 +115,9 @@ tokens = st.integers(1, 2)
 @st.composite
 def conversations(draw):
     """Turns whose prompts often continue something held, over two tokens, so that prefixes abound."""
-    turns, held, number = [], [[]], 0
+    turns: list[TurnRecord] = []
+    held: list[list[int]] = [[]]
+    number = 0
     for _ in range(draw(st.integers(1, 7))):
         base = draw(st.sampled_from(held))
         cut = base[: draw(st.integers(0, len(base)))] if draw(st.booleans()) else base

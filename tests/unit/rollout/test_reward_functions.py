@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,9 +113,13 @@ def test_a_function_that_exits_is_an_error_and_not_a_silence():
 
 
 def test_a_long_synchronous_function_does_not_hold_up_the_event_loop():
+    def slow(**_):
+        time.sleep(0.3)
+        return [1.0]
+
     async def story():
         ticks = 0
-        work = asyncio.ensure_future(RewardFunction("mine", lambda **_: time.sleep(0.3) or [1.0], 1.0, 5.0)(1, {}))
+        work = asyncio.ensure_future(RewardFunction("mine", slow, 1.0, 5.0)(1, {}))
         while not work.done():
             await asyncio.sleep(0.01)
             ticks += 1
@@ -181,7 +186,7 @@ def test_a_name_with_a_slash_would_break_metric_names():
 
 
 def test_module_level_functions_partials_and_callable_objects_cross_to_another_process():
-    rewards = [examples.length, examples.judged, examples.doubled, examples.Threshold(3), f"{HERE}.length"]
+    rewards: list[Any] = [examples.length, examples.judged, examples.doubled, examples.Threshold(3), f"{HERE}.length"]
     check_picklable([Reward(fn) for fn in rewards])
 
 
@@ -208,5 +213,5 @@ def test_asynchronous_functions_are_recognised_in_every_form():
         async def __call__(self, **_):
             return []
 
-    forms = [examples.judged, Judge(), examples.length, examples.Threshold(1)]
+    forms: list[Any] = [examples.judged, Judge(), examples.length, examples.Threshold(1)]
     assert [RewardFunction("f", form, 1.0, 1.0).is_async for form in forms] == [True, True, False, False]

@@ -26,7 +26,7 @@ def sample(servers, *, route=GENERATE, count=1, max_tokens=8, timeout=5.0, seeds
             if together:
                 work = [sampler.generate([1, 2, 3], max_tokens) for _ in range(count)]
                 return await asyncio.gather(*work, return_exceptions=True), sampler
-            results = []
+            results: list = []
             for _ in range(count):
                 results += await asyncio.gather(sampler.generate([1, 2, 3], max_tokens), return_exceptions=True)
             return results, sampler
