@@ -1,4 +1,4 @@
-"""The CPU backend: a cascade over segments, exact and near-linear in unique tokens, without any mask or gather.
+"""Stop 11: the CPU backend: a cascade over segments, exact, near-linear in unique tokens, without mask or gather.
 
 In depth-first order the places that see a segment's keys are one slice: the segment's own rows and, right behind them,
 its whole subtree. The kernel aligns causal masks top-left, so a single causal call with that slice as queries and the

@@ -1,4 +1,4 @@
-"""The dense reference: one [N, N] mask per row, any device, every option; what the other backends are tested against."""
+"""Stop 11: the dense reference: one [N, N] mask per row, any device; what the other backends are tested against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention backends by the name that ``model.attention`` takes, made known to transformers."""
+"""Stop 11: the attention backends by the name that ``model.attention`` takes, made known to transformers."""
 
 from __future__ import annotations
 
