@@ -18,9 +18,7 @@ def check_module(module: Any) -> None:
     names = ("float32", "bfloat16", "float16", "auto")
     require("model.dtype", module.dtype_name, module.dtype_name in names, f"give one of {', '.join(names)}")
     clip = module.gradient_clip_val
-    require(
-        "trainer.gradient_clip_val", clip, clip is None or clip > 0, "give a limit above 0, or null"
-    )
+    require("trainer.gradient_clip_val", clip, clip is None or clip > 0, "give a limit above 0, or null")
     algorithm = module.gradient_clip_algorithm
     require("trainer.gradient_clip_algorithm", algorithm, algorithm in ("norm", "value"), "give norm or value")
     clash = sorted({"attn_implementation", "dtype", "torch_dtype", "trust_remote_code"} & set(module.init_kwargs))

@@ -26,7 +26,7 @@ class Position(NamedTuple):
     """Where a prompt stands in the run: pass over the data, and place in that pass's order (not the dataset row)."""
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,10 +205,10 @@ class PrefixTrie:
             order.append(node)
             start[node] = place
             place += len(self._edge[node])
-            children = list(self._children[node].values())
-            if children:
-                heavy = max(children, key=height.__getitem__)
-                stack.extend(child for child in reversed(children) if child != heavy)
+            below = list(self._children[node].values())
+            if below:
+                heavy = max(below, key=height.__getitem__)
+                stack.extend(child for child in reversed(below) if child != heavy)
                 stack.append(heavy)
         return _Forest(order, start)
 

@@ -146,7 +146,9 @@ def _load_config(pretrained: str, trust_remote_code: bool, extra: dict[str, Any]
         raise SettingsError("model.pretrained", pretrained, "there is no such folder; give an existing one or a hub id")
     if local and not (folder / "config.json").exists() and "gguf_file" not in extra:
         raise SettingsError("model.pretrained", pretrained, "this folder holds no config.json; give a model's folder")
-    located = {name: extra[name] for name in ("revision", "cache_dir", "token", "subfolder", "gguf_file") if name in extra}
+    located: dict[str, Any] = {
+        name: extra[name] for name in ("revision", "cache_dir", "token", "subfolder", "gguf_file") if name in extra
+    }
     if not local and not _cached(pretrained, located):
         _require_hub(pretrained)
     try:

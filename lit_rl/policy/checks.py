@@ -14,7 +14,16 @@ from lit_rl.tensors import LossTerms, PackedRow, TreeLayout
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_BOUND_ROPES = {"dynamic", "longrope"}
 # Layers that carry a state along the packed row, past the end of a branch.
-_STATEFUL = ("mamba", "deltanet", "shortconv", "rwkv", "recurrent", "lightningattention", "linearattention", "retention")
+_STATEFUL = (
+    "mamba",
+    "deltanet",
+    "shortconv",
+    "rwkv",
+    "recurrent",
+    "lightningattention",
+    "linearattention",
+    "retention",
+)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -43,7 +52,9 @@ def _refuse_layers(model: PreTrainedModel) -> None:
 
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     if kinds - _LAYER_TYPES:
-        raise refuse(f"layers of type {', '.join(sorted(kinds - _LAYER_TYPES))} cannot run over a row of shared prefixes")
+        raise refuse(
+            f"layers of type {', '.join(sorted(kinds - _LAYER_TYPES))} cannot run over a row of shared prefixes"
+        )
     stateful = {type(m).__name__ for m in model.modules() if any(s in type(m).__name__.lower() for s in _STATEFUL)}
     if stateful or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
         what = ", ".join(sorted(stateful)) or "convolutions"

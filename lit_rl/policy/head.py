@@ -99,7 +99,13 @@ class _TargetScores(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=chunks.dtype) if needs_bias and bias is not None else None
         for begin, end, terms in chunks:
             of_logits = chunks.gradient(
-                begin, end, normaliser[begin:end], per_place[begin:end], place[terms] - begin, target[terms], grad[terms]
+                begin,
+                end,
+                normaliser[begin:end],
+                per_place[begin:end],
+                place[terms] - begin,
+                target[terms],
+                grad[terms],
             )
             if of_hidden is not None:
                 torch.mm(of_logits.to(weight.dtype), weight, out=of_hidden[begin:end])

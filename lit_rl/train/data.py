@@ -271,7 +271,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def _module(self) -> PolicyModule:
-        return self._trainer.lightning_module  # type: ignore[return-value]
+        return self._trainer.lightning_module
 
     @property
     def _max_epochs(self) -> int | None:

@@ -127,7 +127,7 @@ class PolicyModule(pl.LightningModule):
     @property
     def temperature(self) -> float:
         """The sampling temperature; its one home is ``data.sampling.temperature``."""
-        return float(self.trainer.datamodule.sampling.temperature)  # type: ignore[attr-defined]
+        return float(self.trainer.datamodule.sampling.temperature)
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> None:
         """Forward and backward of each row, clip, step, schedule.
@@ -147,7 +147,7 @@ class PolicyModule(pl.LightningModule):
             {
                 "loss": Mean(loss),
                 "grad_norm": Mean(norm),
-                "lr": Last(self.optimizers().param_groups[0]["lr"]),  # type: ignore[union-attr]
+                "lr": Last(self.optimizers().param_groups[0]["lr"]),
                 "num_tokens": Last(self.forwarded_tokens),
             }
         )
@@ -173,11 +173,11 @@ class PolicyModule(pl.LightningModule):
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
         norm = gradient_norm(parameters)
         clip_gradients(parameters, norm=norm, limit=self.gradient_clip_val, algorithm=self.gradient_clip_algorithm)
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
         scheduler = self.lr_schedulers()
         if scheduler is not None:
-            scheduler.step()  # type: ignore[union-attr, call-arg]
+            scheduler.step()
         return float(norm)
 
     # ---- evaluation ---------------------------------------------------------------------------------------------

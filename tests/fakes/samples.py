@@ -42,7 +42,7 @@ def forests(draw: st.DrawFn, *, vocabulary: int = 3, longest: int = 12, most: in
     samples: list[Sample] = []
     for number in range(draw(st.integers(1, most))):
         start: list[int] = []
-        if samples and draw(st.booleans()):
+        if len(samples) > 0 and draw(st.booleans()):
             parent = draw(st.sampled_from(samples)).sequence.token_ids.tolist()
             start = parent[: draw(st.integers(0, len(parent)))]
         room = max(longest - len(start), 0)

@@ -2,18 +2,18 @@
 
 import pytest
 
-from lit_rl.metrics import REGISTRY, Last, Max, Mean, Min, Sum, merge_into, spec_of, values
+from lit_rl.metrics import REGISTRY, Last, Max, Mean, Min, Stats, Sum, merge_into, spec_of, values
 
 
 def test_a_mean_is_a_ratio_of_sums_and_never_a_mean_of_means():
-    window = {}
+    window: Stats = {}
     merge_into(window, {"reward": Mean(3.0, 1)})
     merge_into(window, {"reward": Mean(9.0, 9)})
     assert values(window) == {"reward": 1.2}
 
 
 def test_each_kind_reduces_in_its_own_way():
-    window = {}
+    window: Stats = {}
     for x in (3.0, 1.0, 2.0):
         merge_into(
             window,

@@ -43,7 +43,11 @@ def resolve_attention(name: str, device: torch.device | str, config: PretrainedC
     if name not in BACKENDS:
         raise SettingsError("model.attention", name, f"give auto or one of {', '.join(sorted(BACKENDS))}")
     if name == "cpu" and not on_cpu:
-        raise SettingsError("model.attention", name, f"this backend runs on CPU only, the model is on {device}; use auto")
+        raise SettingsError(
+            "model.attention", name, f"this backend runs on CPU only, the model is on {device}; use auto"
+        )
     if name == "cpu" and capped:
-        raise SettingsError("model.attention", name, "the CPU kernel cannot cap scores as this model does; use reference")
+        raise SettingsError(
+            "model.attention", name, "the CPU kernel cannot cap scores as this model does; use reference"
+        )
     return PREFIX + name

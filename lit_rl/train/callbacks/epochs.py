@@ -19,7 +19,7 @@ class Epochs(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        stream = trainer.datamodule.stream  # type: ignore[attr-defined]
+        stream = trainer.datamodule.stream
         stream.step_done()
         reached = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if reached or stream.finished:

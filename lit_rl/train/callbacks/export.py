@@ -22,5 +22,5 @@ class Export(pl.Callback):
         from lit_rl.policy.export import save_checkpoint
 
         folder = Path(self.folder) if self.folder else Path(trainer.default_root_dir) / "model"
-        save_checkpoint(pl_module.policy, trainer.datamodule.tokenizer, folder)  # type: ignore[attr-defined, arg-type]
+        save_checkpoint(pl_module.policy, trainer.datamodule.tokenizer, folder)
         self.saved_to = folder

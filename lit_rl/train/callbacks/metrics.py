@@ -28,7 +28,7 @@ class Metrics(pl.Callback):
         self._step_started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.drain_stats()  # type: ignore[operator]  # what came before the first step belongs to no step
+        pl_module.drain_stats()  # what came before the first step belongs to no step
         self._step_started = time.perf_counter()
 
     def on_train_batch_end(
@@ -36,11 +36,11 @@ class Metrics(pl.Callback):
     ) -> None:
         now = time.perf_counter()
         step_s, self._step_started = now - self._step_started, now
-        pl_module.contribute(self._time_stats(pl_module, batch, step_s))  # type: ignore[operator]
-        step = pl_module.drain_stats()  # type: ignore[operator]
+        pl_module.contribute(self._time_stats(pl_module, batch, step_s))
+        step = pl_module.drain_stats()
         merge_into(self._window, step)
         self._show(pl_module, values(step))
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if trainer.global_step % trainer.log_every_n_steps == 0:
             self._ship(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -48,7 +48,7 @@ class Metrics(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Held-out figures are logged at once, also those of the check before the first step."""
-        found = pl_module.drain_stats() if not trainer.training else {}  # type: ignore[operator]
+        found = pl_module.drain_stats() if not trainer.training else {}
         held_out = {name: stat for name, stat in found.items() if name.startswith("eval/")}
         for logger in trainer.loggers:
             logger.log_metrics(values(held_out), step=trainer.global_step)
@@ -58,7 +58,7 @@ class Metrics(pl.Callback):
         """Tokens per second on both bases; numerator and denominator stay apart over the window."""
         forwarded = sum(row.tree.num_tokens for row in batch.rows if row.sample_ids)
         trained = sum(len(row.terms) for row in batch.rows)
-        fwd_bwd = pl_module.peek("perf/fwd_bwd_s")  # type: ignore[operator]
+        fwd_bwd = pl_module.peek("perf/fwd_bwd_s")
         stats: Stats = {
             "perf/step_s": Mean(step_s),
             "perf/forwarded_tok_s_wall_clock": Mean(forwarded, step_s),

@@ -61,7 +61,7 @@ class RunReport(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
-        export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)  # type: ignore[attr-defined]
+        export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
         model_dir = export.saved_to if export is not None else None
         self._summary = {
             "steps": trainer.global_step,

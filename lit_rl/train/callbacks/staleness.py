@@ -36,17 +36,17 @@ class Staleness(pl.Callback):
         self._dropped += samples
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        trainer.datamodule.staleness = self  # type: ignore[attr-defined]
+        trainer.datamodule.staleness = self
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         dropped, self._dropped = self._dropped, 0
-        pl_module.contribute({"sample/dropped_stale_total": Sum(dropped)})  # type: ignore[operator]
+        pl_module.contribute({"sample/dropped_stale_total": Sum(dropped)})
         staleness = [batch.policy_version - version for version in batch.sample_versions]
         if staleness:
             pl_module.contribute(
-                {  # type: ignore[operator]
+                {
                     "sample/staleness_mean": Mean.of(staleness),
                     "sample/staleness_max": Max(float(max(staleness))),
                 }

@@ -78,7 +78,7 @@ class WeightSync(pl.Callback):
         """Waits for the servers, opens the transfer and makes the policy version 1."""
         from lit_rl.policy.export import tensor_metadata
 
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         data.connect()
         self._transport = data.sampler.transport(timeout=self._seconds(data))
         self._transport.open(tensor_metadata(pl_module.policy))
@@ -90,7 +90,7 @@ class WeightSync(pl.Callback):
         from lit_rl.policy.export import named_tensors
 
         assert self._transport is not None
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         # a server refuses a prompt that leaves no room for one more token
         probes = [probe[: data.max_model_len - 1] for probe in probes]
         started = time.perf_counter()
@@ -104,7 +104,7 @@ class WeightSync(pl.Callback):
         data.set_policy_version(self.policy_version)
         ended = time.perf_counter()
         pl_module.contribute(
-            {  # type: ignore[operator]
+            {
                 "perf/weight_sync_s": Mean(ended - started),
                 "perf/weight_sync_pause_s": Mean(timings.pause_s),
                 "perf/weight_sync_barrier_s": Mean(timings.barrier_s),
@@ -117,14 +117,14 @@ class WeightSync(pl.Callback):
     def _check_receipt(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, probes: list[Tensor], before: list[np.ndarray]
     ) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         new = np.concatenate([_policy_logprobs(trainer, pl_module, probe) for probe in probes])
         after = np.concatenate([self._ask_servers(data, probe) for probe in probes], axis=1)
-        dtype = compute_dtype(str(trainer.precision), pl_module.dtype_name)  # type: ignore[arg-type]
+        dtype = compute_dtype(str(trainer.precision), pl_module.dtype_name)
         for url, was, answer in zip(data.endpoint.urls, np.concatenate(before, axis=1), after, strict=True):
             receipt = judge(answer, new, was, dtype=dtype, url=url)
             pl_module.contribute(
-                {  # type: ignore[operator]
+                {
                     "sync/receipt_error": Mean(receipt.error),
                     "sync/receipt_moved": Mean(receipt.moved),
                 }
@@ -158,5 +158,5 @@ def _policy_logprobs(trainer: pl.Trainer, pl_module: pl.LightningModule, token_i
     """[T - 1] log-probs of the sequence under the trainer's policy, at temperature 1."""
     row = single_sequence_row(token_ids).to(pl_module.device)
     with torch.no_grad(), trainer.precision_plugin.val_step_context():
-        scores = pl_module.score(row, 1.0)  # type: ignore[operator]
+        scores = pl_module.score(row, 1.0)
     return scores.logprobs.float().cpu().numpy()

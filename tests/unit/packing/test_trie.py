@@ -113,7 +113,12 @@ def test_a_row_holds_each_prefix_once_and_each_trained_token_under_its_own_conte
     assert row.attention_pairs == sum(len(path) for path in laid)
 
     wanted = [
-        (tuple(s.sequence.token_ids[:t].tolist()), int(s.sequence.token_ids[t]), float(s.sequence.sampler_logprobs[t]), i)
+        (
+            tuple(s.sequence.token_ids[:t].tolist()),
+            int(s.sequence.token_ids[t]),
+            float(s.sequence.sampler_logprobs[t]),
+            i,
+        )
         for i, s in enumerate(samples)
         for t in range(1, len(s.sequence.token_ids))
         if s.sequence.completion_mask[t]

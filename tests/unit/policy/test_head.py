@@ -20,7 +20,10 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, ta
 
 def inputs(places: int = 7, vocabulary: int = 11, width: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((places, width), (vocabulary, width), (vocabulary,)))
+    made = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((places, width), (vocabulary, width), (vocabulary,))
+    )
     hidden, weight, bias = (tensor.requires_grad_() for tensor in made)
     return hidden, weight, bias
 
@@ -66,9 +69,11 @@ def test_never_more_than_one_chunk_of_logits_is_alive(monkeypatch: pytest.Monkey
     made: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            made.extend(t.numel() for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor))
+            made.extend(
+                t.numel() for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)
+            )
             return result
 
     monkeypatch.setattr(head, "_ROWS", 2)

@@ -43,4 +43,5 @@ def test_nothing_to_clip_has_norm_zero():
 def test_clipping(limit, algorithm, expected):
     params = parameters([3.0, 4.0])
     clip_gradients(params, norm=gradient_norm(params), limit=limit, algorithm=algorithm)
+    assert params[0].grad is not None
     assert params[0].grad.tolist() == pytest.approx(expected)

@@ -26,6 +26,7 @@ def train_on(sampler_logprobs: list[float], mask: list[bool]):
     scores = TokenScores(logprobs, torch.zeros(len(row.terms)))
     loss, stats = GRPO().row_loss(scores, row, plan.totals, micro_batch=0, world_size=1)
     loss.backward()
+    assert logprobs.grad is not None
     return loss.item(), logprobs.grad.tolist(), values(stats)
 
 

@@ -90,9 +90,7 @@ def test_a_group_counts_only_when_its_last_sample_was_trained():
 
 
 def test_the_last_step_is_short_and_trained():
-    stream, ledger, _ = stream_of(
-        [sample_group(0)], prompts=1, planner=FixedCountPlanner(8, ranks=1, micro_batches=1)
-    )
+    stream, ledger, _ = stream_of([sample_group(0)], prompts=1, planner=FixedCountPlanner(8, ranks=1, micro_batches=1))
     batches = []
     for batch in stream:
         batches.append(batch.totals.samples)
@@ -188,7 +186,7 @@ def test_groups_of_the_next_epoch_wait_for_the_next_pass():
 def test_every_prompt_has_exactly_one_outcome_whatever_the_order(data):
     """Random sizes, drops, versions and sync times: the epoch ends, and no group is trained twice."""
     prompts = data.draw(st.integers(1, 8))
-    messages = []
+    messages: list[SampleGroup | DroppedGroup] = []
     for i in data.draw(st.permutations(range(prompts))):
         if data.draw(st.booleans()):
             messages.append(sample_group(i, size=data.draw(st.integers(1, 4)), version=data.draw(st.integers(0, 2))))
