@@ -34,8 +34,8 @@ def build_policy(
     """Loads the policy, in training mode, with tree attention, refusing what would train wrongly.
 
     Args:
-        pretrained: Folder or hub id; or a model, which is taken as it is (``dtype`` and ``init_kwargs`` are its maker's).
-        dtype: Of the weights as loaded: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto`` (the checkpoint's).
+        pretrained: Folder or hub id; or a model, taken as it is (``dtype`` and ``init_kwargs`` are its maker's).
+        dtype: Of the loaded weights: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto`` (the checkpoint's).
         init_kwargs: More arguments of ``from_pretrained``, for instance ``{"revision": "main"}``.
         trust_remote_code: Whether code of the checkpoint may run.
         attention: ``auto`` or a backend by name.

@@ -64,7 +64,7 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     """The head as a plain linear layer.
 
     Raises:
-        SettingsError: it is something else, for instance wrapped by an adapter, and using its weight alone would be wrong.
+        SettingsError: it is something else, for instance inside an adapter, and its weight alone would be wrong.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

@@ -56,7 +56,7 @@ def target_scores(
         options: Logit scale, cap, temperature.
 
     Returns:
-        Log-probs [M], which carry the gradient, and entropies [M], which do not; float32, or float64 for float64 states.
+        Log-probs [M] that carry the gradient and entropies [M] that do not; float32, or float64 for float64 states.
     """
     return _TargetScores.apply(hidden, weight, bias, place, target, options)
 

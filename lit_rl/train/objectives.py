@@ -46,9 +46,10 @@ def check_finite(scores: TokenScores, row: PackedRow) -> None:
         return
     term = int(bad.nonzero()[0])
     sample = row.sample_ids[int(row.terms.sample_index[term])]
+    policy, sampler = float(scores.logprobs.detach()[term]), float(row.terms.sampler_logprobs[term])
     raise NonFiniteError(
-        f"a trained token of rollout {sample} has policy log-prob {float(scores.logprobs.detach()[term])} and sampler log-prob "
-        f"{float(row.terms.sampler_logprobs[term])} (token id {int(row.terms.target_ids[term])}); nothing was trained "
+        f"a trained token of rollout {sample} has policy log-prob {policy} and sampler log-prob {sampler} "
+        f"(token id {int(row.terms.target_ids[term])}); nothing was trained "
         "on it. Look for a diverged policy (lower model.optimizer's lr) or a sampler that reports no log-prob."
     )
 

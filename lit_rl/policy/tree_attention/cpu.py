@@ -1,50 +1,23 @@
-"""Stop 11: the CPU backend: a cascade over segments, exact, near-linear in unique tokens, without mask or gather.
+"""The CPU backend: a cascade of flash calls over a row's segments, exact and near-linear in unique tokens.
 
-In depth-first order the places that see a segment's keys are one slice: the segment's own rows and, right behind them,
-its whole subtree. The kernel aligns causal masks top-left, so a single causal call with that slice as queries and the
-segment as keys lets own rows see their past and descendants see everything. The partial results of a row (one for each
-segment on its path) are merged by their log-sum-exp.
-
-The backward must not run through the merge. Given the *merged* output and log-sum-exp, the kernel's own backward
-returns each call's exact share of dQ, dK and dV, since all that couples the shares is the row's normaliser.
+The partial results of a place (one for each call that covers it) are merged by their log-sum-exp. The backward must not
+run through the merge. Given the *merged* output and log-sum-exp, the kernel's own backward returns each call's exact
+share of dQ, dK and dV, since all that couples the shares is the place's normaliser.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import SettingsError
+from lit_rl.policy.tree_attention.cascade import Block, blocks
 from lit_rl.policy.tree_attention.plan import TreePlan, required
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-class _Call(NamedTuple):
-    """Queries ``begin : tail`` against the keys ``begin : end`` of one segment."""
-
-    begin: int
-    end: int
-    tail: int
-
-
-class _Cascade(NamedTuple):
-    """The calls of a row: the roots', and for each branching segment those of its children, which tile ``end : tail``."""
-
-    roots: list[_Call]
-    families: list[list[_Call]]
-
-    @classmethod
-    def of(cls, plan: TreePlan) -> _Cascade:
-        starts = plan.layout.segment_starts.tolist()
-        parents, tails = plan.layout.segment_parents.tolist(), plan.layout.subtree_ends.tolist()
-        families: dict[int, list[_Call]] = {-1: []}
-        for segment, parent in enumerate(parents):
-            families.setdefault(parent, []).append(_Call(starts[segment], starts[segment + 1], tails[segment]))
-        return cls(families.pop(-1), list(families.values()))
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def cpu_attention(
@@ -62,79 +35,90 @@ def cpu_attention(
     """Attention over a row, as transformers' ``AttentionInterface`` calls it; shapes as in ``reference_attention``.
 
     Raises:
-        SettingsError: a sliding window that is shorter than the row's longest sample, or soft-capped scores.
+        SettingsError: soft-capped scores.
     """
     plan = required(tree, attention_mask, query)
     if softcap is not None:
         raise SettingsError("model.attention", "cpu", "the CPU kernel cannot cap scores; use model.attention=reference")
-    if sliding_window is not None and sliding_window < plan.longest_path:
-        raise SettingsError(
-            "model.attention",
-            "cpu",
-            f"a sliding window of {sliding_window} cuts a sample of {plan.longest_path} tokens, which this backend "
-            "cannot do; use model.attention=reference",
-        )
+    window, dtype = plan.binding(sliding_window), query.dtype
+    calls = plan.derived(("cascade", window, dtype), lambda: blocks(plan, window, dtype))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _TreeAttention.apply(query, key, value, plan.derived(_Cascade.of), scale)
-    return output.transpose(1, 2), None
+    return _TreeAttention.apply(query, key, value, calls, scale).transpose(1, 2), None
 
 
 class _TreeAttention(torch.autograd.Function):
     """[1, heads, N, head_dim] out of queries, keys and values of a row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cascade: _Cascade, scale: float) -> Tensor:
-        output, normaliser = _forward(query, key, value, cascade, scale)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: list[Block], scale: float) -> Tensor:
+        output = _like(query)
+        # the kernel's own memory order of the log-sum-exp: heads innermost
+        normaliser = query.new_empty(1, query.shape[2], query.shape[1], dtype=_precise(query.dtype)).transpose(1, 2)
+        for block in reversed(calls):  # descendants first: what they found is there to merge with
+            size, own = block.cover - block.begin, block.end - block.begin
+            part, part_normaliser = _flash(
+                query.narrow(2, block.begin, size),
+                key.narrow(2, block.begin, own),
+                value.narrow(2, block.begin, own),
+                0.0,
+                block.mask is None,
+                attn_mask=block.mask,
+                scale=scale,
+            )
+            if block.blind is not None:  # the kernel gives 0 where it should give minus infinity
+                part_normaliser = part_normaliser.masked_fill(block.blind, -torch.inf)
+            output.narrow(2, block.begin, own).copy_(part.narrow(2, 0, own))
+            normaliser.narrow(2, block.begin, own).copy_(part_normaliser.narrow(2, 0, own))
+            if size > own:
+                _merge(
+                    output.narrow(2, block.end, size - own),
+                    normaliser.narrow(2, block.end, size - own),
+                    part.narrow(2, own, size - own),
+                    part_normaliser.narrow(2, own, size - own),
+                )
         ctx.save_for_backward(query, key, value, output, normaliser)
-        ctx.cascade, ctx.scale = cascade, scale
+        ctx.calls, ctx.scale = calls, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser = ctx.saved_tensors
-        rows, keys = (1, query.shape[2], query.shape[1], query.shape[3]), (1, key.shape[2], key.shape[1], key.shape[3])
-        grad_query = query.new_zeros(rows).transpose(1, 2)
-        grad_key, grad_value = key.new_empty(keys).transpose(1, 2), value.new_empty(keys).transpose(1, 2)
-        for family in [ctx.cascade.roots, *ctx.cascade.families]:
-            for begin, end, tail in family:
-                of_query, of_key, of_value = _flash_backward(
-                    grad[:, :, begin:tail],
-                    query[:, :, begin:tail],
-                    key[:, :, begin:end],
-                    value[:, :, begin:end],
-                    output[:, :, begin:tail],
-                    normaliser[:, :, begin:tail],
-                    0.0,
-                    True,
-                    scale=ctx.scale,
-                )
-                grad_query[:, :, begin:tail] += of_query
-                # a key belongs to one segment, and its whole gradient comes from that segment's call
-                grad_key[:, :, begin:end] = of_key
-                grad_value[:, :, begin:end] = of_value
+        grad_query, grad_key, grad_value = _like(query), _like(key), _like(value)
+        for block in reversed(ctx.calls):
+            begin, size, own = block.begin, block.cover - block.begin, block.end - block.begin
+            of_query, of_key, of_value = _flash_backward(
+                grad.narrow(2, begin, size),
+                query.narrow(2, begin, size),
+                key.narrow(2, begin, own),
+                value.narrow(2, begin, own),
+                output.narrow(2, begin, size),
+                normaliser.narrow(2, begin, size),
+                0.0,
+                block.mask is None,
+                attn_mask=block.mask,
+                scale=ctx.scale,
+            )
+            # a key belongs to one call, which gives all of its gradient; a query's is the sum over its path
+            grad_key.narrow(2, begin, own).copy_(of_key)
+            grad_value.narrow(2, begin, own).copy_(of_value)
+            grad_query.narrow(2, begin, own).copy_(of_query.narrow(2, 0, own))
+            if size > own:
+                grad_query.narrow(2, block.end, size - own).add_(of_query.narrow(2, own, size - own))
         return grad_query, grad_key, grad_value, None, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, cascade: _Cascade, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, heads, N, head_dim] and log-sum-exp [1, heads, N] of every row over its whole path."""
+def _merge(output: Tensor, normaliser: Tensor, part: Tensor, part_normaliser: Tensor) -> None:
+    """Adds a partial result [1, heads, n, head_dim] to what the places have, weighted by their log-sum-exps."""
+    merged = torch.logaddexp(normaliser, part_normaliser)
+    output.mul_((normaliser - merged).exp_().unsqueeze(-1))
+    output.addcmul_(part, (part_normaliser - merged).exp_().unsqueeze(-1).to(part.dtype))
+    normaliser.copy_(merged)
 
-    def run(family: list[_Call]) -> tuple[Tensor, Tensor]:
-        parts = [
-            _flash(query[:, :, b:t], key[:, :, b:e], value[:, :, b:e], 0.0, True, scale=scale) for b, e, t in family
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        # joined along tokens in the memory order of the kernel: [1, N, heads, head_dim]
-        output = torch.cat([part[0].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
-        return output, torch.cat([part[1].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
 
-    output, normaliser = run(cascade.roots)
-    for family in cascade.families:
-        rows = slice(family[0].begin, family[-1].tail)
-        below, below_normaliser = run(family)
-        above, above_normaliser = output[:, :, rows], normaliser[:, :, rows]
-        merged = torch.logaddexp(above_normaliser, below_normaliser)
-        above.mul_((above_normaliser - merged).exp_().unsqueeze(-1).to(above.dtype))
-        above.add_(below.mul_((below_normaliser - merged).exp_().unsqueeze(-1).to(above.dtype)))
-        above_normaliser.copy_(merged)
-    return output, normaliser
+def _like(tensor: Tensor) -> Tensor:
+    """Uninitialised [1, heads, N, width] with tokens outermost in memory, as transformers wants it back."""
+    return tensor.new_empty(1, tensor.shape[2], tensor.shape[1], tensor.shape[3]).transpose(1, 2)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

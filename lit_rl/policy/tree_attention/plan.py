@@ -1,4 +1,4 @@
-"""Stop 11: what every attention backend derives from a row's layout, made once per row and handed to each layer.
+"""What every attention backend derives from a row's layout, made once per row and handed to each layer.
 
 The plan travels through ``model(..., tree=plan)``: transformers passes unknown keyword arguments on to the attention
 function of every layer, under gradient checkpointing too, so that no state hangs on the model.
@@ -6,9 +6,9 @@ function of every layer, under gradient checkpointing too, so that no state hang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ class TreePlan:
 
     def __init__(self, layout: TreeLayout) -> None:
         self.layout = layout
-        self._masks: dict[tuple[int | None, torch.device], Tensor] = {}
-        self._derived: dict[Callable[[TreePlan], Any], Any] = {}
+        self._derived: dict[Hashable, object] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -40,38 +39,43 @@ class TreePlan:
         """Tokens of the longest sample."""
         return int(self.layout.position_ids.max()) + 1
 
-    def derived(self, make: Callable[[TreePlan], _Derived]) -> _Derived:
-        """``make(plan)``, made once per row however many layers ask."""
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        return self._derived[make]
+    @cached_property
+    def run_ends(self) -> Tensor:
+        """[N] int64, where the segment of each place ends."""
+        starts = self.layout.segment_starts
+        return torch.repeat_interleave(starts[1:], starts.diff())
 
-    def mask(self, device: torch.device, window: int | None = None) -> Tensor:
-        """[N, N] bool, True where the row's token sees the column's token; made once per window.
+    @cached_property
+    def subtree_end_of_place(self) -> Tensor:
+        """[N] int64: places ``k ... subtree_end_of_place[k] - 1`` see place k, and no others do."""
+        return torch.repeat_interleave(self.layout.subtree_ends, self.layout.segment_starts.diff())
+
+    def binding(self, window: int | None) -> int | None:
+        """The window where it cuts some sample of the row, else None."""
+        return window if window is not None and window < self.longest_path else None
+
+    def derived(self, key: Hashable, make: Callable[[], _Derived]) -> _Derived:
+        """``make()``, called once per row and key however many layers ask."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]  # type: ignore[return-value]
+
+    def mask(self, window: int | None = None) -> Tensor:
+        """[N, N] bool, True where the row's token sees the column's token.
 
         Args:
-            device: Where the mask is needed.
             window: Sliding window: how many tokens up to itself a token sees, counted by depth in the tree.
         """
-        key = (window, device)
-        if key not in self._masks:
-            self._masks[key] = ancestor_mask(self.layout.to(device), window)
-        return self._masks[key]
+        window = self.binding(window)
+        return self.derived(("mask", window), lambda: self._mask(window))
 
-
-def ancestor_mask(layout: TreeLayout, window: int | None = None) -> Tensor:
-    """[N, N] bool: a token sees itself and the tokens above it.
-
-    In depth-first order that is one interval per column: places ``k ... subtree_end(k) - 1`` see place k.
-    """
-    lengths = layout.segment_starts.diff()
-    places = torch.arange(layout.num_tokens, device=layout.token_ids.device)
-    last = torch.repeat_interleave(layout.subtree_ends, lengths)
-    seen = (places[:, None] >= places[None, :]) & (places[:, None] < last[None, :])
-    if window is not None:
-        depth = layout.position_ids
-        seen &= depth[:, None] - depth[None, :] < window
-    return seen
+    def _mask(self, window: int | None) -> Tensor:
+        places = torch.arange(self.num_tokens, device=self.layout.token_ids.device)
+        seen = (places[:, None] >= places) & (places[:, None] < self.subtree_end_of_place)
+        if window is not None:
+            depth = self.layout.position_ids
+            seen &= depth[:, None] - depth < window
+        return seen
 
 
 def required(plan: TreePlan | None, attention_mask: Tensor | None, query: Tensor) -> TreePlan:

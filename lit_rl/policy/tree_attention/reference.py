@@ -39,7 +39,7 @@ def reference_attention(
         [1, N, heads, head_dim], and None for the weights.
     """
     plan = required(tree, attention_mask, query)
-    mask = plan.mask(query.device, sliding_window)
+    mask = plan.mask(sliding_window)
     if softcap is None:
         output = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask[None, None], scale=scaling, enable_gqa=query.shape[1] != key.shape[1]

@@ -66,7 +66,7 @@ def test_a_packed_row_equals_its_samples_alone(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("attention", ["reference", "cpu"])
 def test_forks_duplicates_prefixes_and_single_tokens_share_a_row(attention: str, checkpointing: bool) -> None:
-    """Three rows of a group, one ending where the others branch; a duplicate counts twice; a single token is no error."""
+    """Three of a group, one ends where the others branch; a duplicate counts twice; a single token is no error."""
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 10, 11], [5, 6, 7], [5, 6, 7, 8, 9], [4], [4, 4], [9, 8, 7]]
     assert_same_as_alone("llama", attention, [sample(tokens) for tokens in rows], checkpointing=checkpointing)
 
