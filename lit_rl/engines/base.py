@@ -1,4 +1,4 @@
-"""Where tokens come from, as the trainer sees it: what YAML names (``Engine``) and what then runs (``RunningEngine``)."""
+"""Where tokens come from, as the trainer sees it: what YAML names (``Engine``), what then runs (``RunningEngine``)."""
 
 from __future__ import annotations
 

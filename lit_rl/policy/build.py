@@ -35,7 +35,7 @@ def build_policy(
 
     Args:
         pretrained: Folder or hub id; or a model, taken as it is (``dtype`` and ``init_kwargs`` are its maker's).
-        dtype: Of the loaded weights: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto`` (the checkpoint's).
+        dtype: Of the loaded weights: ``float32``, ``bfloat16``, ``float16``, ``float64``, ``auto`` (as stored).
         init_kwargs: More arguments of ``from_pretrained``, for instance ``{"revision": "main"}``.
         trust_remote_code: Whether code of the checkpoint may run.
         attention: ``auto`` or a backend by name.

@@ -77,7 +77,7 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         raise SettingsError(
             "model.disable_dropout",
             False,
-            f"the model drops out ({', '.join(sorted(found))}), which shared tokens cannot; set model.disable_dropout: true",
+            f"the model drops out ({', '.join(sorted(found))}), which shared tokens cannot; set it to true",
         )
 
 

@@ -100,7 +100,7 @@ def test_a_correct_sync_at_a_tiny_learning_rate_is_not_suspected(tiny_model, tmp
 
 
 def test_epochs_are_passes_over_the_prompts(tiny_model, tmp_path):
-    trainer, _history, _ = fit(tiny_model, tmp_path, steps=-1, trainer={"max_epochs": 2})
+    trainer, _, _ = fit(tiny_model, tmp_path, steps=-1, trainer={"max_epochs": 2})
     assert trainer.datamodule.ledger.epochs_done == 2
     assert trainer.global_step == 6  # 2 passes x 6 prompts x 4 rollouts / 8 samples
 
@@ -109,7 +109,7 @@ def test_groups_of_equal_rewards_are_dropped_and_end_the_epoch(tiny_model, tmp_p
     """Case 2: nothing to learn from, so no step is taken and no weight moves."""
     before = PolicyModule(tiny_model)
     before.configure_model()
-    trainer, history, _engine = fit(tiny_model, tmp_path, rewards=[always_half], steps=-1, trainer={"max_epochs": 1})
+    trainer, history, _ = fit(tiny_model, tmp_path, rewards=[always_half], steps=-1, trainer={"max_epochs": 1})
     assert history.steps == [] and trainer.global_step == 0
     assert trainer.datamodule.ledger.epochs_done == 1
     after = trainer.lightning_module.policy.state_dict()
@@ -118,9 +118,7 @@ def test_groups_of_equal_rewards_are_dropped_and_end_the_epoch(tiny_model, tmp_p
 
 def test_held_out_prompts_are_sampled_before_and_after(tiny_model, tmp_path):
     report = callbacks.RunReport(plot=True)
-    _trainer, _, _ = fit(
-        tiny_model, tmp_path, eval=PROMPTS[:2], num_generations_eval=2, extra=[report, callbacks.Export()]
-    )
+    fit(tiny_model, tmp_path, eval=PROMPTS[:2], num_generations_eval=2, extra=[report, callbacks.Export()])
     held_out = [row for row in read_csv(tmp_path) if row.get("eval/heldout/reward")]
     assert len(held_out) == 2
     assert (tmp_path / "reward.png").stat().st_size > 1000
