@@ -54,6 +54,7 @@ _SCORERS = 4
 """Groups that are scored at a time: asynchronous rewards overlap, synchronous ones take turns."""
 _IDLE_S = 0.05
 _CLOSE_S = 3.0
+_TOLD = 5
 
 _log = logging.getLogger("lit_rl.rollout")
 
@@ -102,6 +103,7 @@ class RolloutLoop:
         self._group_ids = 0
         self._rejected: Counter[int] = Counter()
         self._blocked_s = 0.0
+        self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._crash: asyncio.Future[None] | None = None
         self._evaluating = asyncio.Lock()
@@ -271,7 +273,7 @@ class RolloutLoop:
         try:
             finished = await self.one_rollout(group.prompt, number, group.group_id, "train")
             if isinstance(finished, ServerError):
-                _log.warning("rollout %d of row %d failed: %s", number, group.prompt.row_index, finished)
+                self._tell(group, number, finished)
                 group.failures[number] = finished
                 self._streak.failed(group.group_id, number, finished)
             else:
@@ -281,6 +283,12 @@ class RolloutLoop:
                 await self._hand_over(group)
         finally:
             self._parts.admission.finish_rollout()
+
+    def _tell(self, group: PendingGroup, number: int, error: ServerError) -> None:
+        """Logs the first few failures; all are counted in ``rollout/failed_total``."""
+        self._told += 1
+        if self._told <= _TOLD:
+            _log.warning("rollout %d of row %d failed: %.300s", number, group.prompt.row_index, error)
 
     async def one_rollout(
         self, prompt: Prompt, number: int, group_id: int, stream: str

@@ -37,13 +37,13 @@ class Reconciled(NamedTuple):
 
 @dataclass
 class _Held:
-    """A sequence while it grows; all lists have one entry per token."""
+    """A sequence while it grows; all lists have one entry per token. Masks and candidates are None where none came."""
 
     token_ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    sampling_masks: list[list[int] | None] = field(default_factory=list)
-    candidates: list[dict[int, float] | None] = field(default_factory=list)
+    sampling_masks: list[Any] | None = None
+    candidates: list[Any] | None = None
 
     def is_prefix_of(self, prompt: list[int]) -> bool:
         n = len(self.token_ids)
@@ -52,22 +52,25 @@ class _Held:
 
     def extend(self, turn: TurnRecord, mask: list[bool]) -> None:
         context, n = turn.prompt_ids[len(self.token_ids) :], len(turn.output_ids)
-        log_probs = turn.output_log_probs or [0.0] * n
         self.token_ids += context + turn.output_ids
         self.trained += [False] * len(context) + mask
-        self.log_probs += [0.0] * len(context) + [lp if m else 0.0 for lp, m in zip(log_probs, mask, strict=True)]
-        self.sampling_masks.extend([None] * len(context))
-        self.sampling_masks.extend(turn.output_sampling_mask or [None] * n)
-        self.candidates.extend([None] * len(context))
-        self.candidates.extend(turn.output_sampler_logprobs or [None] * n)
+        self.log_probs += [0.0] * len(context) + (turn.output_log_probs or [0.0] * n)
+        for held, given in (
+            (self.sampling_masks, turn.output_sampling_mask),
+            (self.candidates, turn.output_sampler_logprobs),
+        ):
+            if held is not None:
+                held.extend([None] * len(context))
+                held.extend(given or [None] * n)
 
     def sequence(self) -> Sequence:
+        mask = np.array(self.trained, dtype=bool)
         return Sequence(
-            token_ids=np.asarray(self.token_ids, dtype=np.int64),
-            completion_mask=np.asarray(self.trained, dtype=bool),
-            sampler_logprobs=np.asarray(self.log_probs, dtype=np.float32),
-            sampling_masks=self.sampling_masks if any(m is not None for m in self.sampling_masks) else None,
-            sampler_candidates=self.candidates if any(c is not None for c in self.candidates) else None,
+            token_ids=np.array(self.token_ids, dtype=np.int64),
+            completion_mask=mask,
+            sampler_logprobs=np.where(mask, np.array(self.log_probs, dtype=np.float32), np.float32(0)),
+            sampling_masks=self.sampling_masks if _any(self.sampling_masks) else None,
+            sampler_candidates=self.candidates if _any(self.candidates) else None,
         )
 
 
@@ -78,11 +81,13 @@ def reconcile(turns: list[TurnRecord]) -> Reconciled:
         ProducerError: a turn's lists do not fit together.
     """
     held: list[_Held] = []
+    masks = any(turn.output_sampling_mask is not None for turn in turns)
+    candidates = any(turn.output_sampler_logprobs is not None for turn in turns)
     for number, turn in enumerate(turns):
         mask = _trained(turn, number)
         fitting = [sequence for sequence in held if sequence.is_prefix_of(turn.prompt_ids)]
         if not fitting:
-            held.append(_Held())
+            held.append(_Held(sampling_masks=[] if masks else None, candidates=[] if candidates else None))
             fitting = [held[-1]]
         max(fitting, key=lambda sequence: len(sequence.token_ids)).extend(turn, mask)
     kept = [sequence.sequence() for sequence in held if any(sequence.trained)]
@@ -105,3 +110,7 @@ def _trained(turn: TurnRecord, number: int) -> list[bool]:
                 f"turn {number} of a rollout has {n} output_ids and {len(values)} {name}; give one each"
             )
     return mask
+
+
+def _any(values: list[Any] | None) -> bool:
+    return values is not None and any(value is not None for value in values)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import random
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from lit_rl.errors import ServerError, ServerRefused, ServerUnreachable
 from lit_rl.rollout.turns import current_rollout
@@ -182,36 +182,53 @@ def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int]) -> Tu
     """
     try:
         choice = answer["choices"][0]
-        output_ids = [int(i) for i in choice["token_ids"]]
-        pairs = _generate_pairs(choice) if route == GENERATE else _completion_pairs(choice)
+        output_ids = list(choice["token_ids"])
+        named_ids, log_probs = _generate_logprobs(choice) if route == GENERATE else _completion_logprobs(choice)
     except (KeyError, IndexError, TypeError, ValueError) as cause:
         raise ServerError(f"{route} answered without the fields asked for ({cause!r}): {answer!r:.500}") from cause
-    if len(pairs) != len(output_ids):
-        raise ServerError(f"{route} answered with {len(output_ids)} tokens and {len(pairs)} log-probs")
-    for place, (token_id, log_prob) in enumerate(pairs):
-        if token_id != output_ids[place]:
-            raise ServerError(f"{route}: position {place} is token {output_ids[place]}, its log-prob is of {token_id}")
-        if log_prob is None or not math.isfinite(log_prob) or log_prob <= MISSING_LOGPROB:
-            raise ServerError(f"{route}: position {place} (token {token_id}) has the log-prob {log_prob}")
+    _check(route, output_ids, named_ids, log_probs)
     return TurnRecord(
         prompt_ids=list(prompt_ids),
         output_ids=output_ids,
-        output_log_probs=[float(log_prob) for _, log_prob in pairs if log_prob is not None],
+        output_log_probs=log_probs,
         output_sampling_mask=choice.get("sampling_mask"),
         finish_reason=choice.get("finish_reason"),
         policy_versions=_policy_versions(choice.get("weight_versions"), len(output_ids)),
     )
 
 
-def _generate_pairs(choice: dict[str, Any]) -> list[tuple[int, float | None]]:
-    return [(int(entry["token_id"]), entry["logprob"]) for entry in choice["logprobs"]["content"]]
+def _generate_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Ids and log-probs of the sampled tokens."""
+    content = choice["logprobs"]["content"]
+    return [entry["token_id"] for entry in content], [entry["logprob"] for entry in content]
 
 
-def _completion_pairs(choice: dict[str, Any]) -> list[tuple[int, float | None]]:
-    """Ids come as ``token_id:17``: by their text two tokens may look the same."""
-    logprobs = choice["logprobs"]
-    ids = [int(name.removeprefix("token_id:")) for name in logprobs["tokens"]]
-    return list(zip(ids, logprobs["token_logprobs"], strict=True))
+def _completion_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Ids and log-probs of the sampled tokens, in the order of the tokens.
+
+    Ids count where the server names them (``token_id:17``); a token's text says nothing, since two may look the same.
+    """
+    output_ids, logprobs = choice["token_ids"], choice["logprobs"]
+    names = logprobs["tokens"]
+    if len(names) != len(output_ids) or not any(name.startswith("token_id:") for name in names):
+        return output_ids, logprobs["token_logprobs"]
+    return [int(name.removeprefix("token_id:")) for name in names], logprobs["token_logprobs"]
+
+
+def _check(route: str, output_ids: list[int], named_ids: list[int], log_probs: list[Any]) -> None:
+    """Raises ServerError unless there is one usable log-prob of each token."""
+    if len(log_probs) != len(output_ids) or len(named_ids) != len(output_ids):
+        raise ServerError(f"{route} answered with {len(output_ids)} tokens and {len(log_probs)} log-probs")
+    if named_ids != output_ids:
+        place = next(i for i, (a, b) in enumerate(zip(output_ids, named_ids, strict=True)) if a != b)
+        raise ServerError(
+            f"{route}: position {place} is token {output_ids[place]}, its log-prob is of {named_ids[place]}"
+        )
+    values = np.array(log_probs, dtype=np.float64)  # None becomes NaN
+    bad = np.flatnonzero(~(np.isfinite(values) & (values > MISSING_LOGPROB)))
+    if bad.size:
+        place = int(bad[0])
+        raise ServerError(f"{route}: position {place} (token {output_ids[place]}) has the log-prob {log_probs[place]}")
 
 
 def _policy_versions(spans: list[dict[str, Any]] | None, count: int) -> list[int] | None:

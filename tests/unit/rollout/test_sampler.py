@@ -175,6 +175,11 @@ def test_two_tokens_that_print_alike_are_told_apart_by_their_ids():
         read_answer(completion(tokens=["token_id:5", "token_id:5"]), COMPLETIONS, [1])
 
 
+def test_a_server_that_names_tokens_by_their_text_is_read_by_their_order():
+    turn = read_answer(completion(tokens=["a", "a"]), COMPLETIONS, [1])
+    assert (turn.output_ids, turn.output_log_probs) == ([5, 6], [-0.1, -0.2])
+
+
 @pytest.mark.parametrize("missing", [None, -9999.0, float("nan")])
 def test_a_token_without_a_log_prob_is_an_error_that_names_its_position(missing):
     with pytest.raises(ServerError, match=r"position 1 \(token 6\)"):
