@@ -35,15 +35,27 @@ def cpu_attention(
     """Attention over a row, as transformers' ``AttentionInterface`` calls it; shapes as in ``reference_attention``.
 
     Raises:
-        SettingsError: soft-capped scores.
+        SettingsError: soft-capped scores, or values of another width than keys.
     """
     plan = required(tree, attention_mask, query)
     if softcap is not None:
         raise SettingsError("model.attention", "cpu", "the CPU kernel cannot cap scores; use model.attention=reference")
+    if value.shape[-1] != key.shape[-1]:
+        raise SettingsError(
+            "model.attention",
+            "cpu",
+            f"the CPU kernel needs keys ({key.shape[-1]}) and values ({value.shape[-1]}) of one width; "
+            "use model.attention=reference",
+        )
     window, dtype = plan.binding(sliding_window), query.dtype
     calls = plan.derived(("cascade", window, dtype), lambda: blocks(plan, window, dtype))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _TreeAttention.apply(query, key, value, calls, scale).transpose(1, 2), None
+    return attend(query, key, value, calls, scale).transpose(1, 2), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, calls: list[Block], scale: float) -> Tensor:
+    """[1, heads, N, head_dim]; keys and values may have fewer heads. Gradients flow to all three."""
+    return _TreeAttention.apply(query, key, value, calls, scale)
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -37,9 +37,8 @@ def resolve_attention(name: str, device: torch.device | str, config: PretrainedC
     register()
     on_cpu = torch.device(device).type == "cpu"
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    windowed = getattr(config, "sliding_window", None) is not None
     if name == "auto":
-        name = "cpu" if on_cpu and not capped and not windowed else "reference"
+        name = "cpu" if on_cpu and not capped else "reference"
     if name not in BACKENDS:
         raise SettingsError("model.attention", name, f"give auto or one of {', '.join(sorted(BACKENDS))}")
     if name == "cpu" and not on_cpu:

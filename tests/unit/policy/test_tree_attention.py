@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lit_rl.errors import PackingError, SettingsError
+from lit_rl.packing.trie import pack
+from lit_rl.policy.tree_attention.cascade import Costs, blocks
+from lit_rl.policy.tree_attention.cpu import attend, cpu_attention
+from lit_rl.policy.tree_attention.plan import TreePlan
+from lit_rl.policy.tree_attention.reference import reference_attention
+from lit_rl.policy.tree_attention.registry import resolve_attention
+from lit_rl.types import Sample
+from tests.fakes.samples import forests, group_of, sample
+
+FREE_CALLS = Costs(call=0, merge=0, merge_row=0, piece=1)
+"""Nothing is joined: every segment gets a call of its own."""
+
+
+def operands(tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    made = (torch.randn(1, tokens, h, 8, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads))
+    query, key, value = (tensor.transpose(1, 2).requires_grad_() for tensor in made)
+    return query, key, value
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+def test_a_token_sees_itself_and_what_is_above_it() -> None:
+    plan = TreePlan(pack([sample([1, 2, 4, 5]), sample([1, 2, 3]), sample([9])]).tree)
+    assert plan.mask().int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],  # the token 3 does not see its siblings 4 and 5
+        [0, 0, 0, 0, 0, 1],  # another root
+    ]
+
+
+def test_a_sliding_window_counts_depth_not_places() -> None:
+    plan = TreePlan(pack([sample([1, 2, 4, 5]), sample([1, 2, 3])]).tree)
+    assert plan.mask(window=2).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 1, 0, 0, 1],  # the parent of 3 is three places away and one level up
+    ]
+
+
+@pytest.mark.parametrize("costs", [Costs(), FREE_CALLS], ids=["joined", "a call each"])
+@settings(max_examples=60, deadline=None)
+@given(samples=forests(), window=st.none() | st.integers(1, 6))
+def test_the_cascade_gives_outputs_and_gradients_of_the_dense_mask(
+    costs: Costs, samples: list[Sample], window: int | None
+) -> None:
+    plan = TreePlan(pack(samples).tree)
+    inputs = operands(plan.num_tokens)
+    ours = attend(*inputs, blocks(plan, plan.binding(window), torch.float64, costs), 8**-0.5)
+    theirs = by_hand(*inputs, plan.mask(window))
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=torch.float64).view_as(ours)
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    for our, their in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-11)
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=forests(), window=st.none() | st.integers(1, 6), joined=st.booleans())
+def test_the_calls_cover_every_pair_once(samples: list[Sample], window: int | None, joined: bool) -> None:
+    plan = TreePlan(pack(samples).tree)
+    count = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.int64)
+    for block in blocks(plan, plan.binding(window), torch.float32, Costs() if joined else FREE_CALLS):
+        size, own = block.cover - block.begin, block.end - block.begin
+        causal = torch.ones(size, own, dtype=torch.bool).tril()
+        count[block.begin : block.cover, block.begin : block.end] += causal if block.mask is None else block.mask == 0
+    assert torch.equal(count, plan.mask(window).long())
+
+
+def test_a_segment_costs_one_call_where_segments_are_long() -> None:
+    plan = TreePlan(pack(group_of(8, prompt=256, completion=96)).tree)
+    calls = blocks(plan, None, torch.float32)
+    assert [(c.begin, c.end, c.cover) for c in calls[:2]] == [(0, 256, 1024), (256, 352, 352)]
+    assert len(calls) == 9
+    assert all(c.mask is None for c in calls)
+
+
+def test_small_siblings_share_a_call() -> None:
+    plan = TreePlan(pack(group_of(8, prompt=40, completion=10)).tree)
+    assert len(blocks(plan, None, torch.float32)) < 5
+
+
+def test_a_window_cuts_the_pairs_of_a_long_sample() -> None:
+    """1,000 tokens under a window of 100: each piece of 128 keys is seen by at most 228 queries."""
+    plan = TreePlan(pack([sample(list(range(1000)))]).tree)
+    calls = blocks(plan, 100, torch.float32)
+    assert sum((c.cover - c.begin) * (c.end - c.begin) for c in calls) < 1000 * 230
+
+
+@pytest.mark.parametrize("attention", [reference_attention, cpu_attention])
+def test_a_row_too_deep_for_the_cut_is_still_exact(attention: object) -> None:
+    """A window of 40 in samples of 300 tokens, with branches that outlive it."""
+    plan = TreePlan(pack(group_of(3, prompt=150, completion=150)).tree)
+    inputs = operands(plan.num_tokens)
+    output, _ = attention(nn.Identity(), *inputs, None, sliding_window=40, tree=plan)  # type: ignore[operator]
+    torch.testing.assert_close(output.transpose(1, 2), by_hand(*inputs, plan.mask(40)), rtol=1e-11, atol=1e-11)
+
+
+def test_capped_scores_are_refused_on_cpu_by_name() -> None:
+    plan = TreePlan(pack([sample([1, 2])]).tree)
+    with pytest.raises(SettingsError, match=r"model\.attention = 'cpu'.*reference"):
+        cpu_attention(nn.Identity(), *operands(2), None, softcap=50.0, tree=plan)
+
+
+def test_a_model_called_without_a_row_says_so() -> None:
+    with pytest.raises(PackingError, match="score_row"):
+        cpu_attention(nn.Identity(), *operands(2), None)
+
+
+def test_auto_means_the_cascade_on_cpu_and_the_dense_mask_elsewhere() -> None:
+    assert resolve_attention("auto", "cpu") == "lit_rl_tree_cpu"
+    assert resolve_attention("auto", "cuda") == "lit_rl_tree_reference"
+    with pytest.raises(SettingsError, match=r"model\.attention = 'flash'.*cpu, reference"):
+        resolve_attention("flash", "cpu")
+    with pytest.raises(SettingsError, match="runs on CPU only"):
+        resolve_attention("cpu", "cuda")
