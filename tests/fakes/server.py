@@ -136,7 +136,7 @@ class FakeServer:
         answer: Turns a generation request into its answer.
         model_name: The served name; another one is refused with 404 as the real server does.
         max_model_len: Prompt and answer may have so many tokens.
-        generate_route: Whether ``/inference/v1/generate`` exists.
+        generate_route: Whether ``/inference/v1/generate`` answers (``--enable-scale-out``), or with 403.
         dev_mode: Whether the weight-update routes exist.
         server_info: Overrides of ``/server_info``'s ``vllm_config``, by section.
         score: Log-probs that ``prompt_logprobs`` reports for tokens 1, 2, ... of a prompt (list of length T - 1).
@@ -259,11 +259,9 @@ class FakeServer:
             ("GET", "/version"): lambda call: web.json_response({"version": wire.VERSION}),
             ("GET", "/v1/models"): lambda call: web.json_response(wire.models(self.model_name, self.max_model_len)),
             ("GET", "/metrics"): lambda call: web.Response(text=wire.metrics_text(self.metrics, self.running)),
-            ("GET", "/openapi.json"): lambda call: web.json_response({"paths": {path: {} for _, path in routes}}),
             ("POST", COMPLETIONS): self._completions,
         }
-        if self.generate_route:
-            routes["POST", GENERATE] = self._generate
+        routes["POST", GENERATE] = self._generate if self.generate_route else self._disabled
         if self.dev_mode:
             routes |= self._dev_routes()
         for (method, path), handler in routes.items():
@@ -329,6 +327,10 @@ class FakeServer:
 
     def _refusal(self, call: Call) -> web.Response | None:
         """The refusals of the real server that a client can run into."""
+        needed = ("token_ids", "sampling_params") if call.route == GENERATE else ("prompt",)
+        missing = [name for name in needed if name not in call.body]
+        if missing:
+            return _error(400, f"1 validation error: {missing} Field required", "Bad Request")
         model = call.body.get("model")
         if model not in (None, self.model_name):
             return _error(404, f"The model `{model}` does not exist.", "NotFoundError")
@@ -365,6 +367,10 @@ class FakeServer:
             return refused
         answer, label = await self._sampled(call)
         return web.json_response(wire.generate_response(call, answer, label, self.score))
+
+    def _disabled(self, call: Call) -> web.Response:
+        words = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+        return _error(403, words, "PermissionDeniedError")
 
     async def _completions(self, call: Call) -> web.Response:
         refused = self._refusal(call)

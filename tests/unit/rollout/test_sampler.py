@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 
+import aiohttp
 import pytest
 
 from lit_rl.errors import ServerError, ServerRefused, ServerUnreachable
@@ -194,3 +195,13 @@ def test_fewer_log_probs_than_tokens_are_an_error():
 def test_an_answer_without_the_fields_asked_for_is_an_error():
     with pytest.raises(ServerError, match="without the fields asked for"):
         read_answer({"choices": [{"text": "hi"}]}, COMPLETIONS, [1])
+
+
+@pytest.mark.parametrize(("enabled", "status"), [(True, 400), (False, 403)])
+def test_the_fake_refuses_a_malformed_and_a_forbidden_request_as_the_real_server_does(enabled, status):
+    async def story():
+        async with aiohttp.ClientSession() as session, session.post(server.url + GENERATE, json={}) as response:
+            return response.status
+
+    with FakeServer(generate_route=enabled) as server:
+        assert asyncio.run(story()) == status
