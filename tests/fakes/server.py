@@ -321,6 +321,8 @@ class FakeServer:
         if rule.close and request.transport is not None:
             request.transport.abort()
             raise web.HTTPServiceUnavailable
+        if rule.status is not None and rule.status >= 500 and rule.route == "/update_weights":
+            self.weights.updating = False  # an update that raises in the real server's worker ends the update
         return None if rule.status is None else _error(rule.status, rule.body)
 
     # --- generation
