@@ -31,7 +31,7 @@ def tiny_model(
     """A model of two layers with transformers' own attention, always with the same weights."""
     torch.manual_seed(0)
     # transformers' eager attention and its norms compute in float32, whose rounding would hide errors below 1e-7
-    attention = "eager" if options.get("attn_logit_softcapping") else "sdpa"
+    attention = "eager" if options.get("attn_logit_softcapping") else "sdpa"  # no other caps scores
     model = AutoModelForCausalLM.from_config(config(**{**SIZES, **options}), dtype=dtype, attn_implementation=attention)
     if dtype == torch.float64:
         _keep_norms_in_float64(model)

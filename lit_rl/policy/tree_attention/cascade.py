@@ -1,7 +1,7 @@
-"""Which attention calls cover a row: rectangles of (queries x keys), each a pair of slices, no gather.
+"""Stop 11: which attention calls cover a row: rectangles of (queries x keys), each a pair of slices, no gather.
 
-In depth-first order the places that see a segment's keys are one slice: the segment's own places and, right behind them,
-its whole subtree. So one call for each segment covers a row. Two refinements:
+In depth-first order the places that see a segment's keys are one slice: the segment's own places and, right behind
+them, its whole subtree. So one call for each segment covers a row. Two refinements:
 
 - A call costs about as much as a thousand (query, key) pairs, so a small subtree, or small siblings side by side, are
   covered by one square call under a dense mask where that is cheaper.
@@ -35,6 +35,9 @@ class Costs(NamedTuple):
     piece: int = 128
 
 
+CPU_COSTS = Costs()
+
+
 class Block(NamedTuple):
     """One call: queries ``begin : cover`` against keys ``begin : end``.
 
@@ -65,7 +68,7 @@ class _Run(NamedTuple):
     below: tuple[_Run, ...] = ()
 
 
-def blocks(plan: TreePlan, window: int | None, dtype: torch.dtype, costs: Costs = Costs()) -> list[Block]:
+def blocks(plan: TreePlan, window: int | None, dtype: torch.dtype, costs: Costs = CPU_COSTS) -> list[Block]:
     """The calls of a row, a parent's before its children's.
 
     Args:

@@ -1,4 +1,4 @@
-"""The CPU backend: a cascade of flash calls over a row's segments, exact and near-linear in unique tokens.
+"""Stop 11: the CPU backend: a cascade of flash calls over a row's segments, exact and near-linear in unique tokens.
 
 The partial results of a place (one for each call that covers it) are merged by their log-sum-exp. The backward must not
 run through the merge. Given the *merged* output and log-sum-exp, the kernel's own backward returns each call's exact

@@ -1,4 +1,4 @@
-"""What every attention backend derives from a row's layout, made once per row and handed to each layer.
+"""Stop 11: what every attention backend derives from a row's layout, made once per row and handed to each layer.
 
 The plan travels through ``model(..., tree=plan)``: transformers passes unknown keyword arguments on to the attention
 function of every layer, under gradient checkpointing too, so that no state hangs on the model.
