@@ -108,7 +108,7 @@ def answers_with(text: str, wanted: str, *, asked: str = "") -> bool:
     """Whether a text says that the answer is ``wanted``, once and for all.
 
     The last number counts, and nothing but a unit and a full stop may follow it. The numbers before it must be numbers
-    of the question, so that trying several answers earns nothing: to ``3 + 4``, ``3 + 4 = 7`` is right and ``6, 7`` not.
+    of the question, so trying several answers earns nothing: to ``3 + 4``, ``3 + 4 = 7`` is right, ``6, 7`` not.
     """
     found = list(_NUMBER.finditer(text))
     if not found or not _CLOSING.fullmatch(text, found[-1].end()):
