@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from lit_rl.engines.http import Background, Deadline
 from lit_rl.errors import LitRLError, ServerError, SettingsError, SyncError
 from lit_rl.sync.client import WeightSyncClient, everywhere, raise_failure
-from lit_rl.sync.group import Group, TransferBroken, address_towards, host_store
+from lit_rl.sync.group import Group, TransferBroken, address_towards, all_are_coming, host_store
 from lit_rl.sync.transport import Metadata, Source, SyncTimings
 from lit_rl.sync.wire import CHUNK_BYTES, Layout
 
@@ -76,19 +76,19 @@ class GlooTransport:
     def push(self, source: Source, version: int) -> SyncTimings:
         started = time.perf_counter()
         deadline = Deadline(self._timeout)
-        updating: set[WeightSyncClient] = set()
+        updating = False
         try:
             if self._sender is None:
                 self._connect()
             self._everywhere(WeightSyncClient.pause, "pause", deadline)
             paused = time.perf_counter()
-            updating.update(self._clients)
+            updating = True
             self._everywhere(WeightSyncClient.start_weight_update, "start_weight_update", deadline)
-            self._transfer(source, version, deadline, updating)
+            self._transfer(source, version, deadline)
             finish = lambda client: client.finish_weight_update(str(version))  # noqa: E731
             self._everywhere(finish, "finish_weight_update", deadline)
             loaded = time.perf_counter()
-            updating.clear()
+            updating = False
             self._everywhere(WeightSyncClient.resume, "resume", deadline)
         except (ServerError, SyncError) as cause:
             self._abort(updating)
@@ -130,6 +130,9 @@ class GlooTransport:
             Background(_bound(client.init_weight_transfer_engine, info | {"rank_offset": offset}), "init " + client.url)
             for client, offset in zip(self._clients, offsets, strict=True)
         ]
+        while not all_are_coming(store, info["group"], info["world_size"]):
+            _check(answers, self._clients, "init_weight_transfer_engine", deadline)
+            time.sleep(POLL_S)
         meeting = Background(lambda: self._meet(store, info), "gloo group begins")
         _watch([meeting, *answers], self._clients, "init_weight_transfer_engine", deadline)
         self._sender = _Sender(meeting.result(0.0), self._layout)
@@ -170,7 +173,8 @@ class GlooTransport:
         left = [client for client, is_paused in zip(self._clients, paused, strict=True) if is_paused]
         for client in left:
             logger.warning("%s was paused, as by a run that was killed in a weight sync; resuming it", client.url)
-        self._end_updates(left)
+        self._best_effort(lambda client: client.abort_weight_update(CLEANUP_S), left)
+        self._best_effort(lambda client: client.resume(CLEANUP_S), left)
 
     def _disconnect(self) -> None:
         sender, self._sender = self._sender, None
@@ -179,7 +183,7 @@ class GlooTransport:
 
     # ---- transferring ---------------------------------------------------------------------------------------------
 
-    def _transfer(self, source: Source, version: int, deadline: Deadline, updating: set[WeightSyncClient]) -> None:
+    def _transfer(self, source: Source, version: int, deadline: Deadline) -> None:
         """Sends while the servers' calls run; returns when all have loaded everything."""
         assert self._sender is not None
         info = {"version": str(version)}
@@ -193,24 +197,22 @@ class GlooTransport:
             _wait_for_words(answers)
             raise_failure(answers)
             raise
-        finally:
-            # the server has ended the updates that it refused
-            updating -= {client for client, answer in zip(self._clients, answers, strict=True) if answer.failure}
 
     def _everywhere(self, action: Any, what: str, deadline: Deadline) -> list[Any]:
         return everywhere(self._clients, action, what, deadline)
 
     # ---- after a failure ------------------------------------------------------------------------------------------
 
-    def _abort(self, updating: set[WeightSyncClient]) -> None:
-        """Leaves every server that still answers with whole weights and running."""
-        self._disconnect()
-        self._best_effort(lambda client: client.abort_weight_update(CLEANUP_S), updating)
-        self._best_effort(lambda client: client.resume(CLEANUP_S), self._clients)
+    def _abort(self, updating: bool) -> None:
+        """Leaves every server that still answers with whole layers, without an open update, and running.
 
-    def _end_updates(self, clients: Sequence[WeightSyncClient]) -> None:
-        self._best_effort(lambda client: client.abort_weight_update(CLEANUP_S), clients)
-        self._best_effort(lambda client: client.resume(CLEANUP_S), clients)
+        A server may have ended the update by itself when it refused it; then it refuses the abort too, which does no
+        harm, while a request on tensors that are half loaded would end its engine.
+        """
+        self._disconnect()
+        if updating:
+            self._best_effort(lambda client: client.abort_weight_update(CLEANUP_S), self._clients)
+        self._best_effort(lambda client: client.resume(CLEANUP_S), self._clients)
 
     @staticmethod
     def _best_effort(action: Any, clients: Iterable[WeightSyncClient]) -> None:

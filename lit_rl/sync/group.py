@@ -46,6 +46,16 @@ def join_store(host: str, port: int, timeout: float) -> TCPStore:
     return TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
 
 
+def announce(store: Store, name: str, rank: int) -> None:
+    """A worker says that it comes to the meeting ``name``, before it goes there."""
+    store.set(f"{name}/coming/{rank}", "1")
+
+
+def all_are_coming(store: Store, name: str, size: int) -> bool:
+    """Whether every worker has announced itself. The trainer goes only then: it could not leave before the timeout."""
+    return store.check([f"{name}/coming/{rank}" for rank in range(1, size)])
+
+
 class Group:
     """One trainer and its servers' workers. The constructor returns once all have met.
 

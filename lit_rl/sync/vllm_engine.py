@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from lit_rl.sync.group import Group, Receiver, address_towards, join_store
+from lit_rl.sync.group import Group, Receiver, address_towards, announce, join_store
 from lit_rl.sync.wire import Layout
 
 logger = init_logger("vllm.lit_rl")  # the name by which vLLM shows a line
@@ -85,6 +85,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._store = join_store(init_info.master_address, init_info.master_port, init_info.meet_timeout_s)
+        announce(self._store, init_info.group, rank)
         self._group = Group(
             self._store,
             init_info.group,
