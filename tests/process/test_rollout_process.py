@@ -265,13 +265,15 @@ def test_a_tokenizer_that_is_not_there_is_told_with_the_traceback(tmp_path):
     assert "nothing" in str(error) and "Traceback" in str(error)
 
 
-def test_stopping_during_a_hung_reward_takes_seconds(tiny_model):
+def test_a_long_reward_counts_as_busy_and_stopping_meanwhile_takes_seconds(tiny_model):
     with FakeServer(answer) as server:
-        handle = handle_of(server.url, tiny_model, examples.hangs)
+        handle = handle_of(server.url, tiny_model, examples.hangs, timeout=6.0)
         handle.start()
         handle.set_policy_version(1)
         server.wait_for(lambda s: len(s.generations) >= 4, timeout=START_S)
-        time.sleep(0.3)
+        deadline = time.monotonic() + 7.0
+        while time.monotonic() < deadline:
+            assert isinstance(handle.get(0.5), RolloutReport | None)  # and no ProducerSilent
         pid, began = handle.pid, time.monotonic()
         handle.stop()
         assert is_gone(pid)
