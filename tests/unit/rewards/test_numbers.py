@@ -26,7 +26,7 @@ def test_answers_are_right_or_wrong_as_text_and_as_messages():
 
 
 def test_only_what_the_model_wrote_is_read():
-    turns = [
+    turns: list[dict] = [
         {"role": "assistant", "content": "1"},
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": None},
