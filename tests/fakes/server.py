@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -201,7 +201,7 @@ class FakeServer:
         self.rules.append(rule)
         return rule
 
-    def wait_for(self, condition: Callable[[FakeServer], bool], timeout: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[Self], bool], timeout: float = 10.0) -> None:
         """Waits until ``condition(self)``; raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while not condition(self):
@@ -209,7 +209,7 @@ class FakeServer:
                 raise TimeoutError(f"the fake server saw {[c.route for c in self.calls()]}")
             time.sleep(_POLL_S)
 
-    def start(self) -> FakeServer:
+    def start(self) -> Self:
         self._thread = threading.Thread(target=self._run, name="fake-vllm", daemon=True)
         self._thread.start()
         if not self._ready.wait(10):
@@ -226,7 +226,7 @@ class FakeServer:
             self._loop.call_soon_threadsafe(self._stop_async.set)
         self._thread.join(10)
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

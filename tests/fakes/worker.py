@@ -31,7 +31,7 @@ class WeightServer(FakeServer):
         self._group: Group | None = None
         self._receiver: Receiver | None = None
 
-    async def _init_transfer(self, call: Call) -> web.Response:  # type: ignore[override]
+    async def _init_transfer(self, call: Call) -> web.Response:
         info = call.body["init_info"]
         try:
             await asyncio.to_thread(self._join, info)
@@ -55,7 +55,7 @@ class WeightServer(FakeServer):
         layout = Layout.from_json(info["names"], info["dtypes"], info["shapes"], info["chunk_bytes"])
         self._receiver = Receiver(self._group, layout)
 
-    async def _update(self, call: Call) -> web.Response:  # type: ignore[override]
+    async def _update(self, call: Call) -> web.Response:
         response = super()._update(call)
         if response.status != 200:
             return response

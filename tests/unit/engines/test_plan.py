@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,11 @@ from lit_rl.engines.base import EngineNeeds
 from lit_rl.engines.plan import ServerPlan
 from lit_rl.engines.vllm_server import VLLMServer
 
-CUDA = {"device": "cuda", "dtype": "bfloat16"}
+CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
 
 
-def planned(engine: VLLMServer | None = None, version: tuple[int, int] = (0, 32), **changes: object) -> ServerPlan:
-    needs = {
+def planned(engine: VLLMServer | None = None, version: tuple[int, int] = (0, 32), **changes: Any) -> ServerPlan:
+    needs: dict[str, Any] = {
         "model": "org/Model",
         "tokenizer": "org/Model",
         "dtype": "float32",
@@ -25,7 +26,7 @@ def planned(engine: VLLMServer | None = None, version: tuple[int, int] = (0, 32)
         "trust_remote_code": False,
         "run_dir": Path("runs"),
     } | changes
-    return (engine or VLLMServer(launch=True)).plan(EngineNeeds(**needs), vllm_version=version)  # type: ignore[arg-type]
+    return (engine or VLLMServer(launch=True)).plan(EngineNeeds(**needs), vllm_version=version)
 
 
 def option(plan: ServerPlan, name: str) -> str:

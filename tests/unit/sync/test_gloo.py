@@ -35,7 +35,7 @@ def metadata(value: float = 0.0) -> Metadata:
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
     with WeightServer() as running:
-        yield running  # type: ignore[misc]
+        yield running
 
 
 def opened(*servers: WeightServer, timeout: float = 5.0) -> GlooTransport:
@@ -192,7 +192,7 @@ def test_when_one_of_two_servers_refuses_both_go_on_with_the_old_label() -> None
             transport.push(weights(1.0).items(), 1)
 
         for server in (good, bad):
-            server.wait_for(lambda s: not s.weights.paused and not s.weights.updating)  # type: ignore[attr-defined]
+            server.wait_for(lambda s: not s.weights.paused and not s.weights.updating)
             assert server.weights.version == "default"
 
 
@@ -216,7 +216,7 @@ def test_a_failure_of_the_policy_itself_comes_through_and_resumes_the_server(ser
     with pytest.raises(ZeroDivisionError, match="a gather failed"):
         transport.push(broken(), 1)
 
-    server.wait_for(lambda s: not s.weights.paused and not s.weights.updating)  # type: ignore[attr-defined]
+    server.wait_for(lambda s: not s.weights.paused and not s.weights.updating)
     transport.push(weights(2.0).items(), 1)
     assert holds(server, 2.0)
 
