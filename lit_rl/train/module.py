@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lit_rl.capabilities import check_module
 from lit_rl.metrics import Last, Mean, Stats, Sum, merge_into
 from lit_rl.tensors import PackedRow, StepBatch, TokenScores
+from lit_rl.train.allocator import keep_freed_memory
 from lit_rl.train.gradients import ClipAlgorithm, clip_gradients, gradient_norm
 from lit_rl.train.objectives import GRPO, Objective
 from lit_rl.types import EvalResult
@@ -98,6 +99,7 @@ class PolicyModule(pl.LightningModule):
             return
         from lit_rl.policy.build import build_policy
 
+        keep_freed_memory()
         self.policy = build_policy(
             self._given_model if self._given_model is not None else self.pretrained,
             dtype=self.dtype_name,
