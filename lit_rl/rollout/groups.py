@@ -93,8 +93,7 @@ class PendingGroup:
     def as_failed(self) -> DroppedGroup:
         """The outcome of a group without survivors."""
         words = "; ".join(sorted({str(error) for error in self.failures.values()}))
-        stats = self.stats() | {f"rollout/dropped_total/{DropReason.FAILED.value}": Sum(1)}
-        return DroppedGroup(self.prompt.position, self.prompt.row_index, DropReason.FAILED, words, dict(stats))
+        return DroppedGroup(self.prompt.position, self.prompt.row_index, DropReason.FAILED, words, dict(self.stats()))
 
     def stats(self) -> Stats:
         """Contributions of the group's rollouts."""

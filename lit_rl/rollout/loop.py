@@ -258,15 +258,14 @@ class RolloutLoop:
             self.spawn(self._rollout(group, number))
 
     async def _reject(self, prompt: Prompt) -> None:
-        epoch, reason = prompt.position.epoch, DropReason.REJECTED
+        epoch = prompt.position.epoch
         self._rejected[epoch] += 1
         if self._rejected[epoch] == len(self._parts.source):
             raise DataError(
                 f"filter_prompt rejected all {len(self._parts.source)} prompts of epoch {epoch}; nothing would ever be "
                 "trained. Loosen it"
             )
-        stats: Stats = {f"rollout/dropped_total/{reason.value}": Sum(1)}
-        await self._parts.outbox.put(DroppedGroup(prompt.position, prompt.row_index, reason, stats=dict(stats)))
+        await self._parts.outbox.put(DroppedGroup(prompt.position, prompt.row_index, DropReason.REJECTED))
         await asyncio.sleep(0)  # a long run of rejections must not hold up heartbeat and rollouts
 
     async def _rollout(self, group: PendingGroup, number: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from lit_rl.errors import RewardError
 from lit_rl.maths.advantages import all_equal, count_scored, population_std
-from lit_rl.metrics import Mean, Stats, Sum
+from lit_rl.metrics import Mean, Stats
 from lit_rl.rollout.reward_functions import RewardFunction
 from lit_rl.types import DroppedGroup, DropReason, RolloutGroup, Sample, SampleGroup
 
@@ -71,7 +71,6 @@ class Scorer:
         reason = self._drop_reason(group.rewards, samples)
         stats = stats | reward_stats(group, kept=reason is None)
         if reason is not None:
-            stats[f"rollout/dropped_total/{reason.value}"] = Sum(1)
             detail = f"rewards {[round(float(r), 6) for r in group.rewards]}"
             return DroppedGroup(group.position, group.row_index, reason, detail, dict(stats))
         return SampleGroup(

@@ -58,7 +58,7 @@ def test_a_group_without_survivors_is_dropped_with_the_servers_words():
     outcome = group.as_failed()
     assert (outcome.reason, outcome.position, outcome.row_index) == (DropReason.FAILED, Position(1, 3), 7)
     assert outcome.detail.count("prompt too long") == 1
-    assert metrics.values(outcome.stats) == {"rollout/failed_total": 2, "rollout/dropped_total/failed": 1}
+    assert metrics.values(outcome.stats) == {"rollout/failed_total": 2}
 
 
 def fail(streak, group_id, numbers):
