@@ -108,7 +108,7 @@ class _TargetScores(torch.autograd.Function):
                 grad[terms],
             )
             if of_hidden is not None:
-                torch.mm(of_logits.to(weight.dtype), weight, out=of_hidden[begin:end])
+                _product(of_logits.to(weight.dtype), weight, of_hidden[begin:end])
             if of_weight is not None:
                 of_weight.addmm_(of_logits.t(), hidden[begin:end].to(chunks.dtype))
             if of_bias is not None:
@@ -130,7 +130,7 @@ class _Chunks:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, options: HeadOptions
     ) -> None:
         self.hidden, self.weight, self.bias, self.options = hidden, weight, bias, options
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
         places, vocabulary = hidden.shape[0], weight.shape[0]
         width = vocabulary * self.dtype.itemsize
         if options.softcap is not None:
@@ -152,14 +152,12 @@ class _Chunks:
 
     def logits(self, begin: int, end: int) -> Tensor:
         """[end - begin, V] logits at temperature, in the buffer."""
-        return self._scaled(self._product(begin, end))
+        return self._scaled(self._raw(begin, end))
 
-    def _product(self, begin: int, end: int) -> Tensor:
-        out, hidden = self._buffer[: end - begin], self.hidden[begin:end]
-        if hidden.dtype == self.dtype:
-            torch.mm(hidden, self.weight.t(), out=out)
-        else:
-            out.copy_(hidden @ self.weight.t())
+    def _raw(self, begin: int, end: int) -> Tensor:
+        out = self._buffer[: end - begin]
+        # states and weights differ under autocast: float32 weights, half-precision states
+        _product(self.hidden[begin:end].to(self.weight.dtype), self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
         return out
@@ -189,6 +187,14 @@ class _Chunks:
         if slope is not None:
             out.mul_(slope)
         return out if scale == temperature else out.mul_(scale / temperature)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``left @ right`` into ``out``, straight into its memory where the types allow."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
 
 
 def _reduce(logits: Tensor, exponentials: Tensor, normaliser: Tensor, entropy: Tensor) -> None:

@@ -102,6 +102,18 @@ def test_half_precision_weights_still_get_a_float32_softmax() -> None:
     torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=0.05)
 
 
+def test_half_precision_states_meet_float32_weights_under_autocast() -> None:
+    hidden, weight, _ = (tensor.detach().float() for tensor in inputs())
+    place = torch.arange(7)
+    states, weight = hidden.bfloat16().requires_grad_(), weight.requires_grad_()
+    logprobs, _ = target_scores(states, weight, None, place, place, HeadOptions())
+    logprobs.sum().backward()
+    exact = plain(states.float(), weight, None, place, place, HeadOptions())[place, place]
+    torch.testing.assert_close(logprobs, exact, rtol=1e-5, atol=1e-5)
+    assert states.grad is not None and states.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
 def test_a_frozen_head_costs_no_gradient() -> None:
     hidden, weight, _ = inputs()
     frozen = weight.detach()
