@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 
 POLL_S = 0.2
+ORPHAN_GRACE_S = 2.0
+"""Seconds for a clean end when the trainer is gone: nobody waits for one any more."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -43,10 +45,11 @@ class Guard:
         server = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_die_with_guard)
         while server.poll() is None and not self.told_to_end and os.getppid() == self.parent:
             time.sleep(POLL_S)
+        grace = self.grace if os.getppid() == self.parent else min(self.grace, ORPHAN_GRACE_S)
         if server.poll() is None:
             server.terminate()
-            _wait(lambda: server.poll() is not None, self.grace)
-        end_descendants(os.getpid(), self.grace)
+            _wait(lambda: server.poll() is not None, grace)
+        end_descendants(os.getpid(), grace)
         code = server.wait()
         return code if code >= 0 else 128 - code
 
