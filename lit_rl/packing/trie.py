@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -225,15 +226,16 @@ class PrefixTrie:
         lengths = np.fromiter(map(len, edges), np.int64, len(edges))
         starts = np.zeros(len(edges) + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
-        depths = np.fromiter((self._depth[node] for node in order), np.int64, len(order))
-        segment_of = {node: segment for segment, node in enumerate(order)}
-        segment_of[-1] = -1
-        parents = [segment_of[self._parent[node]] for node in order]
+        depths = np.array([self._depth[node] for node in order])
+        segment_of = [0] * len(order)
+        for segment, node in enumerate(order):
+            segment_of[node] = segment
+        parents = [segment_of[self._parent[node]] if self._parent[node] >= 0 else -1 for node in order]
         subtree_ends = starts[1:].tolist()
-        for segment in range(len(order) - 1, -1, -1):  # children come after their parent
+        for segment in range(len(order) - 1, 0, -1):  # children come after their parent, the last one at its end
             parent = parents[segment]
-            if parent >= 0:
-                subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[segment])
+            if parent >= 0 and subtree_ends[parent] < subtree_ends[segment]:
+                subtree_ends[parent] = subtree_ends[segment]
         positions = np.arange(starts[-1]) + np.repeat(depths - starts[:-1], lengths)
         return TreeLayout(
             token_ids=torch.from_numpy(np.concatenate(edges).astype(np.int64, copy=False)),
@@ -244,49 +246,42 @@ class PrefixTrie:
         )
 
     def _terms(self, forest: _Forest) -> LossTerms:
-        """All samples at once: their tokens end to end, and for each run of a path where it was laid."""
+        """All samples at once, their tokens end to end."""
         sequences = [sample.sequence for sample in self.samples]
         lengths = np.fromiter((len(sequence.token_ids) for sequence in sequences), np.int64, len(sequences))
-        first = np.cumsum(lengths) - lengths
+        places = self._places(forest, lengths)
         trained = np.concatenate([sequence.completion_mask for sequence in sequences]).astype(bool, copy=False)
-        trained[first] = False  # the first token of a sample has nothing that predicts it
+        trained[np.cumsum(lengths) - lengths] = False  # the first token of a sample has nothing that predicts it
         at = np.flatnonzero(trained)
+        self.trained_tokens = int(np.count_nonzero(np.bincount(places[at])))
         of_sample = np.repeat(np.arange(len(sequences)), lengths)[at]
         tokens = np.concatenate([sequence.token_ids for sequence in sequences])
         sampler = np.concatenate([sequence.sampler_logprobs for sequence in sequences])
-        begins, offsets = self._runs(forest, first.tolist())
-        trained_places = at + offsets[np.searchsorted(begins, at, side="right") - 1]
-        self.trained_tokens = int(np.count_nonzero(np.bincount(trained_places)))
-        before = at - 1
         advantages = np.fromiter((sample.advantage for sample in self.samples), np.float32, len(self.samples))
         return LossTerms(
-            target_index=torch.from_numpy(before + offsets[np.searchsorted(begins, before, side="right") - 1]),
+            target_index=torch.from_numpy(places[at - 1]),
             target_ids=torch.from_numpy(tokens[at].astype(np.int64, copy=False)),
             sampler_logprobs=torch.from_numpy(sampler[at].astype(np.float32, copy=False)),
             advantages=torch.from_numpy(advantages[of_sample]),
             sample_index=torch.from_numpy(of_sample),
         )
 
-    def _runs(self, forest: _Forest, first: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Where raw tokens were laid, run by run, with the samples laid end to end, sample s from ``first[s]`` on.
-
-        Returns:
-            The first raw token of each run, ascending, and what to add to a raw token of that run to get its place.
-        """
-        begins: list[int] = []
-        offsets: list[int] = []
-        for origin, limit, end in zip(first, first[1:] + [1 << 62], self._ends, strict=True):
-            path = []
-            node = end
-            while node >= 0:
-                path.append(node)
-                node = self._parent[node]
-            for node in reversed(path):
-                begin = origin + self._depth[node]
-                if begin < limit:  # else the sample ends above this run, in an upper half
-                    begins.append(begin)
-                    offsets.append(forest.start[node] - begin)
-        return np.asarray(begins), np.asarray(offsets)
+    def _places(self, forest: _Forest, lengths: np.ndarray) -> np.ndarray:
+        """[raw tokens] where each token of each sample was laid, the samples end to end."""
+        paths: list[list[int]] = [[]] * len(self._edge)
+        for node in forest.order:  # parents first
+            parent = self._parent[node]
+            paths[node] = [*paths[parent], node] if parent >= 0 else [node]
+        path_of_sample = [paths[end] for end in self._ends]
+        runs = np.array(list(chain.from_iterable(path_of_sample)))
+        counts = np.fromiter(map(len, path_of_sample), np.int64, len(path_of_sample))
+        ends = np.cumsum(lengths)
+        begins = np.array(self._depth)[runs] + np.repeat(ends - lengths, counts)
+        offsets = np.array(forest.start)[runs] - begins
+        # a sample that ends in an upper half points at the lower one, where it has no token
+        held = begins < np.repeat(ends, counts)
+        begins, offsets = begins[held], offsets[held]
+        return np.arange(ends[-1]) + np.repeat(offsets, np.diff(begins, append=ends[-1]))
 
 
 def empty_row() -> PackedRow:
