@@ -51,6 +51,7 @@ class Guard:
             _wait(lambda: server.poll() is not None, grace)
         end_descendants(os.getpid(), grace)
         code = server.wait()
+        _wait(_no_child_is_left, 1.0)
         return code if code >= 0 else 128 - code
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -67,7 +68,7 @@ def end_descendants(root: int, grace: float) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below ``root`` that have not ended, from /proc; ended children of ours are reaped on the way."""
+    """Process ids below ``root`` that have not ended, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -77,9 +78,7 @@ def descendants(root: int) -> list[int]:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
         except OSError:  # it ended meanwhile
             continue
-        if state == "Z":
-            _reap(int(entry))
-        else:
+        if state != "Z":
             children.setdefault(int(parent), []).append(int(entry))
     found, queue = [], [root]
     while queue:
@@ -89,11 +88,14 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _reap(pid: int) -> None:
+def _no_child_is_left() -> bool:
+    """Collects children that have ended, adopted ones too, so that none stays behind as a zombie."""
     try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # another process's child, or the command itself, which Popen has reaped
-        return
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

@@ -224,4 +224,5 @@ class _Progress:
     def __call__(self, waited: float, doing: str) -> None:
         if waited >= self._next:
             self._next = waited + PROGRESS_EVERY_S
-            print(f"waiting for vLLM at {self._url}: {waited:.0f} s  {doing[:100]}", file=sys.stderr, flush=True)  # noqa: T201
+            line = f"waiting for vLLM at {self._url}: {waited:.0f} s  {doing[:100]}".rstrip()
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
