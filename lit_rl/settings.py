@@ -73,8 +73,8 @@ class Reward:
 
     Args:
         fn: Import path, or a module-level callable in Python. Called with ``prompts``, ``completions``,
-            ``completion_ids`` and the dataset's other columns as keyword arguments, one entry per rollout; returns one
-            float or None per rollout. May be ``async``.
+            ``completion_ids``, ``truncated`` and the dataset's other columns as keyword arguments, one entry per rollout;
+            returns one float or None per rollout. May be ``async``.
         weight: Its factor in the sum.
         name: Its name in the metrics; the function's own name by default.
         timeout: Seconds after which a call counts as hung.

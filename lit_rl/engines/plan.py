@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 CPU_KV_CACHE_GIB = 1
 CPU_MAX_SEQUENCES = 64
+CPU_BLOCK_SIZE = 32
+"""Tokens. Only whole blocks are shared by requests, and the default of 128 shares nothing of a short prompt: twice the
+rollouts per second on prompts of 45 tokens. 32 is the smallest that CPU attention takes."""
 API_SERVERS_ON_CUDA = 8
 """Processes that turn HTTP into engine requests; one of them is the bottleneck above some hundred answers a second."""
 
@@ -95,6 +98,7 @@ def plan_server(
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **ALLOCATOR}
     if device == "cpu":
         command += ["--enforce-eager", "--max-num-seqs", str(CPU_MAX_SEQUENCES)]
+        command += ["--block-size", str(CPU_BLOCK_SIZE)]
         env |= _cpu_env()
     return ServerPlan(f"http://{host}:{port}", served_name, (*command, *extra_args), env)
 

@@ -18,7 +18,7 @@ from lit_rl.rollout.ledger import LedgerStart
 from lit_rl.settings import RolloutSettings
 from lit_rl.types import Message, Position, Prompt, PromptContent
 
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "truncated")
 """What reward functions get from lit_rl under these names; a column of the same name would be lost."""
 
 _CHECKED_ROWS = 1000

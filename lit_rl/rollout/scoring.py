@@ -98,6 +98,7 @@ def reward_arguments(group: RolloutGroup) -> dict[str, list]:
     given: dict[str, list] = {name: list(values) for name, values in group.reward_kwargs.items()}
     given["prompts"], given["completions"] = list(group.prompts), list(group.completions)
     given["completion_ids"] = [list(ids) for ids in group.completions_ids]
+    given["truncated"] = list(group.truncated)
     return given
 
 

@@ -174,7 +174,7 @@ def test_functions_get_lists_of_their_own():
     given["completions"].append("x")
     given["completion_ids"][0].append(99)
     assert (group.completions, group.completions_ids) == (["c0", "c1"], [[0], [1]])
-    assert sorted(given) == ["answer", "completion_ids", "completions", "prompts"]
+    assert sorted(given) == ["answer", "completion_ids", "completions", "prompts", "truncated"]
 
 
 def test_a_total_is_missing_only_where_every_source_is():
