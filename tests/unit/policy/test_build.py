@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants as hub
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from lit_rl.errors import SettingsError
 from lit_rl.packing.trie import pack
-from lit_rl.policy import build
 from lit_rl.policy.build import build_policy
 from lit_rl.policy.export import named_tensors, save_checkpoint, tensor_metadata
 from lit_rl.policy.forward import score_row
@@ -48,7 +48,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's client tries for half a minute; nobody listens on this port."""
-    monkeypatch.setattr(build.hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
     with pytest.raises(SettingsError, match=r"'someone/model'.*cannot be reached.*path of a folder"):
         build_policy("someone/model")
@@ -56,7 +56,7 @@ def test_an_unreachable_hub_is_said_within_seconds(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_hub_that_is_switched_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.hub, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     with pytest.raises(SettingsError, match="HF_HUB_OFFLINE"):
         build_policy("someone/model")
 

@@ -126,6 +126,6 @@ def test_a_head_that_does_more_than_a_product_is_caught() -> None:
         output.logits = output.logits * 2
         return output
 
-    model.forward = doubled  # type: ignore[method-assign]
+    model.forward = doubled
     with pytest.raises(SettingsError, match="logits are made in a way"):
         build_policy(model)
