@@ -23,6 +23,14 @@ MODEL_VARIABLE = "LIT_RL_TEST_MODEL"
 
 START_S = 600.0
 
+TEXT = (
+    "In the morning the two friends walked down to the harbour, where the boats had just come in with the first catch "
+    "of the year. They talked for a while with the fishermen about the weather and the price of herring, and then they "
+    "bought bread and coffee from the woman at the corner, who had known them since they were children. It was still "
+    "cold, but the sun stood over the roofs, and by noon the whole town would be on its feet, because tomorrow was the "
+    "day of the regatta and nothing at all was ready: neither the flags nor the music nor the table in the square."
+)
+
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,6 +77,14 @@ def make_tiny_llama(folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokens(model_dir: Path) -> list[int]:
+    """100 tokens of plain English: what a model knows is scored more exactly than what it finds absurd."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir).encode(TEXT)[:100]
 
 
 @dataclass

@@ -26,7 +26,6 @@ from tests.integration.conftest import MODEL_VARIABLE, RealServer, TrainedPolicy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-TOKENS = [1, *range(40, 100), *range(10, 50)]
 AGREE = 2e-5
 """Mean log-prob difference of two correct float32 implementations on CPU."""
 
@@ -41,8 +40,8 @@ def transport(real_server: RealServer, policy: TrainedPolicy) -> Iterator[GlooTr
     opened.close()
 
 
-def distance(server: RealServer, policy: TrainedPolicy) -> float:
-    return float(np.abs(server.logprobs(TOKENS) - policy.logprobs(TOKENS)).mean())
+def distance(server: RealServer, policy: TrainedPolicy, tokens: list[int]) -> float:
+    return float(np.abs(server.logprobs(tokens) - policy.logprobs(tokens)).mean())
 
 
 def test_the_launched_server_is_what_the_run_asked_for(real_server: RealServer) -> None:
@@ -55,33 +54,37 @@ def test_the_launched_server_is_what_the_run_asked_for(real_server: RealServer) 
     assert facts.dev_mode and facts.generate_route
 
 
-def test_changed_weights_arrive(real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport) -> None:
+def test_changed_weights_arrive(
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
+) -> None:
     for version in (2, 3):
-        before = real_server.logprobs(TOKENS)
+        before = real_server.logprobs(tokens)
         policy.move(seed=version)
         timings = transport.push(named_tensors(policy.model), version)
-        receipt = judge(real_server.logprobs(TOKENS), policy.logprobs(TOKENS), before)
+        receipt = judge(real_server.logprobs(tokens), policy.logprobs(tokens), before)
 
         print(f"sync {timings}, {receipt}")
         assert receipt.error <= AGREE
         assert receipt.conclusive
 
 
-def test_a_head_left_behind_is_caught(real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport) -> None:
-    before = real_server.logprobs(TOKENS)
+def test_a_head_left_behind_is_caught(
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
+) -> None:
+    before = real_server.logprobs(tokens)
     policy.move(seed=10)
     behind = GlooTransport([real_server.url], timeout=120)
     behind.open([info for info in tensor_metadata(policy.model) if info.name != "lm_head.weight"])
     behind.push([pair for pair in named_tensors(policy.model) if pair[0] != "lm_head.weight"], 2)  # accepted
 
     with pytest.raises(ReceiptError):
-        judge(real_server.logprobs(TOKENS), policy.logprobs(TOKENS), before)
+        judge(real_server.logprobs(tokens), policy.logprobs(tokens), before)
 
 
 def test_a_sync_that_delivers_nothing_is_caught(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
 ) -> None:
-    before = real_server.logprobs(TOKENS)
+    before = real_server.logprobs(tokens)
     unchanged = [("model.norm.weight", policy.model.model.norm.weight.detach().clone())]
     policy.move(seed=11)
     nothing = GlooTransport([real_server.url], timeout=120)
@@ -89,15 +92,15 @@ def test_a_sync_that_delivers_nothing_is_caught(
     nothing.push(unchanged, 2)  # accepted
 
     with pytest.raises(ReceiptError):
-        judge(real_server.logprobs(TOKENS), policy.logprobs(TOKENS), before)
+        judge(real_server.logprobs(tokens), policy.logprobs(tokens), before)
 
 
 @pytest.mark.skipif(MODEL_VARIABLE not in os.environ, reason="a random model hardly moves at lr 1e-6")
 @pytest.mark.parametrize("left_out", ["lm_head.weight", "everything"])
 def test_at_a_learning_rate_of_1e_6_what_was_left_out_is_caught(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, left_out: str
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, left_out: str, tokens: list[int]
 ) -> None:
-    prompt = TOKENS[:20]
+    prompt = tokens[:20]
     sequences = [[*prompt, *real_server.generate(prompt, max_tokens=24)["token_ids"]] for _ in range(4)]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6, weight_decay=0.0)
     for sequence, advantage in zip(sequences, (1.5, -0.5, -0.5, -0.5), strict=True):
@@ -119,7 +122,7 @@ def test_at_a_learning_rate_of_1e_6_what_was_left_out_is_caught(
 
 
 def test_a_refused_update_leaves_the_server_usable(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
 ) -> None:
     unknown = ("model.layers.0.unheard_of.weight", torch.zeros(4))
     tensors = list(named_tensors(policy.model))
@@ -131,12 +134,12 @@ def test_a_refused_update_leaves_the_server_usable(
         wrong.push(sent, 2)
 
     assert not WeightSyncClient(real_server.url, 10).is_paused()
-    assert len(real_server.generate(TOKENS[:20], max_tokens=4)["token_ids"]) == 4
+    assert len(real_server.generate(tokens[:20], max_tokens=4)["token_ids"]) == 4
     policy.move(seed=20)
     again = GlooTransport([real_server.url], timeout=60)
     again.open(tensor_metadata(policy.model))
     again.push(named_tensors(policy.model), 2)
-    assert distance(real_server, policy) <= AGREE
+    assert distance(real_server, policy, tokens) <= AGREE
 
 
 KILLED_TRAINER = """
@@ -146,7 +149,8 @@ from lit_rl.policy.export import named_tensors, tensor_metadata
 from lit_rl.sync.gloo import GlooTransport
 
 model = AutoModelForCausalLM.from_pretrained({model!r}, dtype=torch.float32)
-transport = GlooTransport([{url!r}], timeout=120, chunk_bytes=4096)
+size = sum(tensor.nbytes for _, tensor in named_tensors(model))
+transport = GlooTransport([{url!r}], timeout=120, chunk_bytes=size // 50)
 transport.open(tensor_metadata(model))
 
 def slow():
@@ -161,7 +165,7 @@ transport.push(slow(), 9)
 
 
 def test_a_trainer_killed_in_a_sync_leaves_a_server_that_the_next_run_can_use(
-    real_server: RealServer, policy: TrainedPolicy, model_dir: Path
+    real_server: RealServer, policy: TrainedPolicy, model_dir: Path, tokens: list[int]
 ) -> None:
     code = KILLED_TRAINER.format(model=str(model_dir), url=real_server.url)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
@@ -174,15 +178,15 @@ def test_a_trainer_killed_in_a_sync_leaves_a_server_that_the_next_run_can_use(
     after.push(named_tensors(policy.model), 1)
     after.close()
 
-    assert distance(real_server, policy) <= AGREE
+    assert distance(real_server, policy, tokens) <= AGREE
 
 
 def test_running_requests_go_on_over_a_sync_and_say_which_version_gave_each_token(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
 ) -> None:
     answers: list[dict[str, Any]] = []
     asked = [
-        threading.Thread(target=lambda: answers.append(real_server.generate(TOKENS[:30], max_tokens=300)))
+        threading.Thread(target=lambda: answers.append(real_server.generate(tokens[:30], max_tokens=300)))
         for _ in range(4)
     ]
     for thread in asked:
@@ -201,9 +205,9 @@ def test_running_requests_go_on_over_a_sync_and_say_which_version_gave_each_toke
 
 
 def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
 ) -> None:
-    prompt = (TOKENS * 4)[:300]  # two cache blocks of 128 tokens and a rest
+    prompt = (tokens * 4)[:300]  # two cache blocks of 128 tokens and a rest
     real_server.generate(prompt, max_tokens=1)
     policy.move(seed=40)
     transport.push(named_tensors(policy.model), 2)
@@ -216,12 +220,12 @@ def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_sampled_log_probs_are_those_at_the_sampling_temperature(
-    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, temperature: float
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, temperature: float, tokens: list[int]
 ) -> None:
-    answer = real_server.generate(TOKENS[:40], max_tokens=16, temperature=temperature)
+    answer = real_server.generate(tokens[:40], max_tokens=16, temperature=temperature)
 
     sampled = np.array([entry["logprob"] for entry in answer["logprobs"]["content"]])
-    expected = policy.logprobs([*TOKENS[:40], *answer["token_ids"]], temperature)[-16:]
+    expected = policy.logprobs([*tokens[:40], *answer["token_ids"]], temperature)[-16:]
     assert np.abs(sampled - expected).mean() <= 4 * AGREE  # a temperature of 0.5 doubles the difference of logits
 
 
