@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 
 CPU_KV_CACHE_GIB = 1
-CPU_MAX_SEQUENCES = 64
+CPU_MAX_SEQUENCES = 256
+"""Above what a run on CPU has in flight, so that the question of a receipt need not wait for a free place."""
 CPU_BLOCK_SIZE = 32
 """Tokens. Only whole blocks are shared by requests, and the default of 128 shares nothing of a short prompt: twice the
 rollouts per second on prompts of 45 tokens. 32 is the smallest that CPU attention takes."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.capabilities import compute_dtype
+from lit_rl.engines.http import Background
 from lit_rl.metrics import Last, Mean
 from lit_rl.packing.paths import sample_tokens, single_sequence_row
 from lit_rl.settings import require
@@ -43,6 +44,8 @@ class WeightSync(pl.Callback):
         self.policy_version = 0
         self._transport: Transport | None = None
         self._synced_step = 0
+        self._probes: list[Tensor] = []
+        self._before: Background[np.ndarray] | None = None
 
     # ---- when -----------------------------------------------------------------------------------------------------
 
@@ -53,12 +56,19 @@ class WeightSync(pl.Callback):
         if self.policy_version == 0:  # `lit-rl validate`: there was no fit start
             self._cold_sync(trainer, pl_module)
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepBatch, batch_idx: int
+    ) -> None:
+        """What the server says of the step's samples before the sync is asked for while the step runs."""
+        if (trainer.global_step + 1) % self.every_n_steps == 0 and batch.totals.loss_terms:
+            self._ask_before(trainer.datamodule, _probes_of(batch))
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         stepped = trainer.global_step != self._synced_step  # a skipped step leaves the version alone
         if stepped and trainer.global_step % self.every_n_steps == 0:
-            self._sync(trainer, pl_module, _probes_of(batch))
+            self._sync(trainer, pl_module)
             self._synced_step = trainer.global_step
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -83,23 +93,30 @@ class WeightSync(pl.Callback):
         self._transport = data.sampler.transport(timeout=self._seconds(data))
         self._transport.open(tensor_metadata(pl_module.policy))
         self._synced_step = trainer.global_step
-        self._sync(trainer, pl_module, [torch.tensor(ids) for ids in data.probe_prompts(PROBE_SEQUENCES)])
+        self._ask_before(data, [torch.tensor(ids) for ids in data.probe_prompts(PROBE_SEQUENCES)])
+        self._sync(trainer, pl_module)
 
-    def _sync(self, trainer: pl.Trainer, pl_module: pl.LightningModule, probes: list[Tensor]) -> None:
+    def _ask_before(self, data: Any, probes: list[Tensor]) -> None:
+        """Chooses the receipt's sequences and has the servers score them under the weights that they have."""
+        if not self.receipt:
+            return
+        # a server refuses a prompt that leaves no room for one more token
+        self._probes = [probe[: data.max_model_len - 1] for probe in probes]
+        self._before = Background(lambda: self._ask_servers(data), "receipt-before")
+
+    def _sync(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One sync with its receipt; raises SyncError or ReceiptError, and the version stays what it was."""
         from lit_rl.policy.export import named_tensors
 
         assert self._transport is not None
         data = trainer.datamodule
-        # a server refuses a prompt that leaves no room for one more token
-        probes = [probe[: data.max_model_len - 1] for probe in probes]
         started = time.perf_counter()
-        before = [self._ask_servers(data, probe) for probe in probes] if self.receipt else []
+        before = None if self._before is None else self._before.result(self._seconds(data))
         asked = time.perf_counter()
         timings = self._transport.push(named_tensors(pl_module.policy), self.policy_version + 1)
         pushed = time.perf_counter()
-        if self.receipt:
-            self._check_receipt(trainer, pl_module, probes, before)
+        if before is not None:
+            self._check_receipt(trainer, pl_module, before)
         self.policy_version += 1
         data.set_policy_version(self.policy_version)
         ended = time.perf_counter()
@@ -114,14 +131,14 @@ class WeightSync(pl.Callback):
             }
         )
 
-    def _check_receipt(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, probes: list[Tensor], before: list[np.ndarray]
-    ) -> None:
+    def _check_receipt(self, trainer: pl.Trainer, pl_module: pl.LightningModule, before: np.ndarray) -> None:
         data = trainer.datamodule
-        new = np.concatenate([_policy_logprobs(trainer, pl_module, probe) for probe in probes])
-        after = np.concatenate([self._ask_servers(data, probe) for probe in probes], axis=1)
+        answers = Background(lambda: self._ask_servers(data), "receipt-after")
+        new = np.concatenate([_policy_logprobs(trainer, pl_module, probe) for probe in self._probes])
+        after = answers.result(self._seconds(data))
+        self._before = None
         dtype = compute_dtype(str(trainer.precision), pl_module.dtype_name)
-        for url, was, answer in zip(data.endpoint.urls, np.concatenate(before, axis=1), after, strict=True):
+        for url, was, answer in zip(data.endpoint.urls, before, after, strict=True):
             receipt = judge(answer, new, was, dtype=dtype, url=url)
             pl_module.contribute(
                 {
@@ -130,13 +147,22 @@ class WeightSync(pl.Callback):
                 }
             )
 
-    def _ask_servers(self, data: Any, token_ids: Tensor) -> np.ndarray:
-        """[servers, T - 1]: each server's log-probs of the sequence, at temperature 1."""
-        seconds = self._seconds(data)
-        ids = token_ids.tolist()
-        return np.stack(
-            [server_logprobs(url, data.endpoint.model_name, ids, timeout=seconds) for url in data.endpoint.urls]
-        )
+    def _ask_servers(self, data: Any) -> np.ndarray:
+        """[servers, tokens]: each server's log-probs of all probes, one after the other, at temperature 1.
+
+        All questions are asked at once: behind a full server each would wait its turn.
+
+        Raises:
+            ServerError: a server did not answer in time, or refused.
+        """
+        seconds, name = self._seconds(data), data.endpoint.model_name
+
+        def ask(url: str, probe: Tensor) -> Background[np.ndarray]:
+            ids = probe.tolist()
+            return Background(lambda: server_logprobs(url, name, ids, timeout=seconds), f"receipt {url}")
+
+        asked = [[ask(url, probe) for probe in self._probes] for url in data.endpoint.urls]
+        return np.stack([np.concatenate([question.result(seconds) for question in of_url]) for of_url in asked])
 
     def _seconds(self, data: Any) -> float:
         return self.timeout if self.timeout is not None else data.engine.timeout
