@@ -49,6 +49,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's client tries for half a minute; nobody listens on this port."""
     monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
     started = time.monotonic()
     with pytest.raises(SettingsError, match=r"'someone/model'.*cannot be reached.*path of a folder"):
         build_policy("someone/model")
