@@ -34,9 +34,9 @@ def test_five_steps_with_green_receipts(
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, weight_decay=0.0),
     )
     data = RolloutDataModule(
-        PROMPTS,  # type: ignore[arg-type]  # a dataset as it is
-        [share_of_letter],  # type: ignore[list-item]
-        eval=PROMPTS[:2],  # type: ignore[arg-type]
+        PROMPTS,  # a dataset as it is
+        [share_of_letter],
+        eval=PROMPTS[:2],
         engine=VLLMServer(url=real_server.url, model_name="policy", timeout=120.0, transfer_port=0),
         sampling=Sampling(temperature=0.7),
         num_generations=4,
