@@ -8,7 +8,6 @@ import os
 # thread that spins while it waits for its siblings takes the core that they need: six times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# ruff: noqa: E402
 import sys
 import time
 from pathlib import Path

@@ -73,7 +73,7 @@ class Reward:
 
     Args:
         fn: Import path, or a module-level callable in Python. Called with ``prompts``, ``completions``,
-            ``completion_ids``, ``truncated`` and the dataset's other columns as keyword arguments, one entry per rollout;
+            ``completion_ids``, ``truncated`` and the dataset's other columns as keyword arguments, one entry a rollout;
             returns one float or None per rollout. May be ``async``.
         weight: Its factor in the sum.
         name: Its name in the metrics; the function's own name by default.
