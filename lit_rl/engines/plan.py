@@ -109,4 +109,5 @@ def _cpu_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
         # Eager mode still compiles a log-prob helper at the first request, which takes 16 s and gains nothing here.
         "TORCHDYNAMO_DISABLE": "1",
+        "LIT_RL_SERVER_SLEEPS": "1",  # see sync/vllm_plugin.py
     }

@@ -204,6 +204,23 @@ def test_running_requests_go_on_over_a_sync_and_say_which_version_gave_each_toke
         assert versions == ["1", "2"] and ends[-1] == 300
 
 
+def test_the_engine_core_sleeps_while_the_worker_computes(real_server: RealServer, tokens: list[int]) -> None:
+    assert real_server.run.process is not None and real_server.run.process._guard is not None
+    below = descendants(real_server.run.process._guard.pid)
+    [core] = [pid for pid in below if Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::EngineCor")]
+    used, started = cpu_seconds(core), time.monotonic()
+
+    real_server.generate(tokens[:30], max_tokens=400)
+
+    assert cpu_seconds(core) - used < 0.5 * (time.monotonic() - started)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(
     real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int]
 ) -> None:

@@ -96,6 +96,11 @@ def test_cpu_settings_stay_on_the_cpu() -> None:
     assert not any(name.startswith("VLLM_CPU") for name in planned(**CUDA).env)
 
 
+def test_a_server_that_shares_its_cores_with_the_trainer_sleeps_while_it_waits() -> None:
+    assert planned().env["LIT_RL_SERVER_SLEEPS"] == "1"
+    assert "LIT_RL_SERVER_SLEEPS" not in planned(**CUDA).env
+
+
 def test_a_given_url_and_name_are_used() -> None:
     plan = planned(VLLMServer(launch=True, url="http://0.0.0.0:8123", model_name="policy"))
 
