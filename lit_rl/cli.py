@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ class LitRLCLI(LightningCLI):
 
 def main(args: list[str] | None = None) -> None:
     """Entry of the ``lit-rl`` command; an error made by lit_rl ends it with its message and status 1."""
+    # said by Lightning's own use of torch, at every step's first batch, and nothing that a user could change
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     try:
         LitRLCLI(
             PolicyModule,

@@ -27,6 +27,7 @@ class EngineNeeds:
         device: What the engine runs on.
         trust_remote_code: Whether code shipped with the checkpoint may run.
         run_dir: The run's folder; logs go there.
+        seed: Of what a launched engine draws by itself.
     """
 
     model: str
@@ -38,6 +39,7 @@ class EngineNeeds:
     device: Literal["cpu", "cuda"]
     trust_remote_code: bool
     run_dir: Path
+    seed: int = 0
 
     @property
     def max_model_len(self) -> int:

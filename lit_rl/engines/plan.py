@@ -59,6 +59,7 @@ def plan_server(
     vllm_version: tuple[int, int],
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
+    seed: int = 0,
     extra_args: tuple[str, ...] = (),
     python: str = sys.executable,
 ) -> ServerPlan:
@@ -77,6 +78,7 @@ def plan_server(
         vllm_version: Major and minor.
         tokenizer: Hub id or folder where it is not the model's own.
         trust_remote_code: Whether code from the checkpoint may run.
+        seed: Of sampling; requests to a CPU server carry none of their own.
         extra_args: Appended; the last of two equal options wins.
         python: The interpreter, of an environment in which vLLM and lit_rl are installed.
     """
@@ -94,6 +96,7 @@ def plan_server(
     command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
     if tokenizer is not None and tokenizer != model:
         command += ["--tokenizer", tokenizer]
+    command += ["--seed", str(seed)]
     if trust_remote_code:
         command += ["--trust-remote-code"]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **ALLOCATOR}

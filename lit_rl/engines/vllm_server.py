@@ -94,6 +94,7 @@ class VLLMServer(Engine):
             vllm_version=vllm_version if vllm_version is not None else installed_vllm(),
             tokenizer=needs.tokenizer,
             trust_remote_code=needs.trust_remote_code,
+            seed=needs.seed,
             extra_args=self.extra_args,
         )
 

@@ -59,7 +59,7 @@ class RolloutDataModule(pl.LightningDataModule):
         worker_timeout: Seconds without a heartbeat after which the rollout process counts as hung.
         eval_timeout: Seconds that one evaluation may take.
         shuffle: Whether each epoch has an order of its own.
-        seed: Of that order and of request seeds.
+        seed: Of that order, of request seeds, and of a launched server.
         loop: A ``lit_rl.RolloutLoop`` subclass by import path; in Python also the class.
         loop_options: Its own options, read as ``self.config.<name>``.
     """
@@ -145,6 +145,7 @@ class RolloutDataModule(pl.LightningDataModule):
             device="cuda" if trainer.strategy.root_device.type == "cuda" else "cpu",
             trust_remote_code=module.trust_remote_code,
             run_dir=Path(trainer.default_root_dir),
+            seed=self.seed,
         )
         self.sampler = self.engine.start(needs)
 
