@@ -82,7 +82,7 @@ class RunReport(pl.Callback):
             return
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.experiment.finish(quiet=True)
+                logger.experiment.finish()
         first, last = summary["reward_first5"], summary["reward_last5"]
         if first is not None and last is not None:
             print(f"\nmean reward: first {EDGE_STEPS} steps {first:.3f}, last {EDGE_STEPS} steps {last:.3f}")
