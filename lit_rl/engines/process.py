@@ -65,12 +65,17 @@ class ServerProcess:
         with open(self.log_file, "wb") as log:
             self._guard = subprocess.Popen(
                 command,
-                env=os.environ | self.plan.env,
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the trainer, which then stops the server
             )
+
+    def _environment(self) -> dict[str, str]:
+        """The plan's settings over ours; how vLLM uses the CPU may have been set by hand, and then stays."""
+        by_hand = {name: value for name, value in os.environ.items() if name.startswith("VLLM_CPU_")}
+        return os.environ | self.plan.env | by_hand
 
     @property
     def exit_code(self) -> int | None:

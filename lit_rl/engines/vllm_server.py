@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -96,6 +97,7 @@ class VLLMServer(Engine):
             trust_remote_code=needs.trust_remote_code,
             seed=needs.seed,
             extra_args=self.extra_args,
+            cores=len(os.sched_getaffinity(0)),
         )
 
     def start(self, needs: EngineNeeds) -> VLLMRun:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_rl.engines.base import EngineNeeds
-from lit_rl.engines.plan import ServerPlan
+from lit_rl.engines.plan import ServerPlan, server_threads
 from lit_rl.engines.vllm_server import VLLMServer
 
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
@@ -94,6 +94,11 @@ def test_cpu_settings_stay_on_the_cpu() -> None:
     assert planned().env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert "--enforce-eager" not in planned(**CUDA).command
     assert not any(name.startswith("VLLM_CPU") for name in planned(**CUDA).env)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 4), (8, 4), (64, 32)])
+def test_few_cores_are_shared_and_many_are_split(cores: int, threads: int) -> None:
+    assert server_threads(cores) == threads
 
 
 def test_a_server_that_shares_its_cores_with_the_trainer_sleeps_while_it_waits() -> None:

@@ -159,6 +159,19 @@ def test_the_server_has_the_plans_environment_and_no_terminal(tmp_path: Path) ->
     assert (tmp_path / "log").read_text().split() == ["yes", "''"]
 
 
+def test_how_vllm_uses_the_cpu_may_be_set_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+    script = "import os; print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['OMP_NUM_THREADS'], flush=True)"
+    plan = ServerPlan(f"http://127.0.0.1:{free_port()}", "m", (sys.executable, "-c", script), env)
+    server = ServerProcess(plan, tmp_path / "log")
+    server.start()
+    with pytest.raises(ServerError):
+        server.wait_ready(20)
+
+    assert (tmp_path / "log").read_text().split() == ["7", "2"]
+
+
 def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
