@@ -140,9 +140,7 @@ class WeightSync(pl.Callback):
         if proof is None:
             return
         for receipt in proof.settle(compute_dtype(str(trainer.precision), pl_module.dtype_name)):
-            pl_module.contribute(
-                {"sync/receipt_error": Mean(receipt.error), "sync/receipt_moved": Mean(receipt.moved)}
-            )
+            pl_module.contribute({"sync/receipt_error": Mean(receipt.error), "sync/receipt_moved": Mean(receipt.moved)})
 
     def _seconds(self, data: Any) -> float:
         return self.timeout if self.timeout is not None else data.engine.timeout

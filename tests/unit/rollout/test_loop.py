@@ -172,7 +172,7 @@ def test_a_curriculum_can_be_written_with_the_hooks():
         return [float(wanted == "A") for wanted in answer]  # row 0 is solved by everybody: equal rewards, dropped
 
     settings = {"max_epochs": 2, "loop_options": {"pass_rate_cap": 0.9}, "max_concurrent_rollouts": 4}
-    with FakeServer(numbered, latency=0.05) as server:  # time to score one group while the other is sampled
+    with FakeServer(numbered, latency=0.4) as server:  # time to score one group while the other is sampled
         drive = Drive(server, ROWS, [solved], loop_class=Curriculum, settings=settings)
         home = drive.run(settled(4))
     assert drive.loop.pass_rates == {0: 1.0, 1: 0.0}
