@@ -28,6 +28,7 @@ class EngineNeeds:
         trust_remote_code: Whether code shipped with the checkpoint may run.
         run_dir: The run's folder; logs go there.
         seed: Of what a launched engine draws by itself.
+        revision: Of the checkpoint on the hub, where the user gave one.
     """
 
     model: str
@@ -40,6 +41,7 @@ class EngineNeeds:
     trust_remote_code: bool
     run_dir: Path
     seed: int = 0
+    revision: str | None = None
 
     @property
     def max_model_len(self) -> int:

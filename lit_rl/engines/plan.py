@@ -60,6 +60,7 @@ def plan_server(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     seed: int = 0,
+    revision: str | None = None,
     extra_args: tuple[str, ...] = (),
     cores: int = 2,
     python: str = sys.executable,
@@ -80,6 +81,7 @@ def plan_server(
         tokenizer: Hub id or folder where it is not the model's own.
         trust_remote_code: Whether code from the checkpoint may run.
         seed: Of sampling; requests to a CPU server carry none of their own.
+        revision: Of the checkpoint on the hub.
         extra_args: Appended; the last of two equal options wins.
         cores: CPU cores of this machine that the run may use.
         python: The interpreter, of an environment in which vLLM and lit_rl are installed.
@@ -99,6 +101,8 @@ def plan_server(
     if tokenizer is not None and tokenizer != model:
         command += ["--tokenizer", tokenizer]
     command += ["--seed", str(seed)]
+    if revision is not None:
+        command += ["--revision", revision]
     if trust_remote_code:
         command += ["--trust-remote-code"]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **ALLOCATOR}

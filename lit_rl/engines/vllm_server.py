@@ -96,6 +96,7 @@ class VLLMServer(Engine):
             tokenizer=needs.tokenizer,
             trust_remote_code=needs.trust_remote_code,
             seed=needs.seed,
+            revision=needs.revision,
             extra_args=self.extra_args,
             cores=len(os.sched_getaffinity(0)),
         )

@@ -121,6 +121,9 @@ class RolloutDataModule(pl.LightningDataModule):
         check_picklable(self._rewards)
         load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
         self.tokenizer = _load_tokenizer(module)
+        # the rollout process loads the very same one, whatever revision or pad token it has
+        self._tokenizer_folder = str(Path(trainer.default_root_dir) / "tokenizer")
+        self.tokenizer.save_pretrained(self._tokenizer_folder)
         self._train_set = _checked(self.train, "data.train")
         self._eval_sets = {name: _checked(choice, f"data.eval.{name}") for name, choice in self.eval.items()}
         self.ledger = Ledger(
@@ -146,6 +149,7 @@ class RolloutDataModule(pl.LightningDataModule):
             trust_remote_code=module.trust_remote_code,
             run_dir=Path(trainer.default_root_dir),
             seed=self.seed,
+            revision=module.init_kwargs.get("revision"),
         )
         self.sampler = self.engine.start(needs)
 
@@ -161,7 +165,7 @@ class RolloutDataModule(pl.LightningDataModule):
             train=self._train_set,
             evals=self._eval_sets,
             rewards=self._rewards,
-            tokenizer=self._module.tokenizer_name,
+            tokenizer=self._tokenizer_folder,
             trust_remote_code=self._module.trust_remote_code,
             eos_token_ids=_eos_token_ids(self._module, self.tokenizer),
             loop=self.loop,
@@ -304,7 +308,9 @@ def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:
 
 
 def _revision(module: PolicyModule) -> dict[str, Any]:
-    return {key: module.init_kwargs[key] for key in ("revision",) if key in module.init_kwargs}
+    """The checkpoint's revision is also its tokenizer's, but not that of a tokenizer from elsewhere."""
+    given = module.init_kwargs.get("revision")
+    return {"revision": given} if given is not None and module.tokenizer_name == module.pretrained else {}
 
 
 def _eos_token_ids(module: PolicyModule, tokenizer: PreTrainedTokenizerBase) -> list[int]:

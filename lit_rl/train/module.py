@@ -186,8 +186,11 @@ class PolicyModule(pl.LightningModule):
 
     def validation_step(self, batch: EvalResult, batch_idx: int, dataloader_idx: int = 0) -> None:
         """The rollout process sampled and scored the held-out prompts; here their means are recorded."""
-        self.contribute({f"eval/{batch.name}/reward": Last(batch.reward)})
-        self.contribute({f"eval/{batch.name}/{name}": Last(value) for name, value in batch.func_rewards.items()})
+        found = {"reward": batch.reward, **batch.func_rewards}
+        named = {f"eval/{batch.name}/{name}": value for name, value in found.items()}
+        self.contribute({name: Last(value) for name, value in named.items()})
+        # for `ModelCheckpoint(monitor=...)` and what `trainer.validate` returns; the metrics callback feeds the loggers
+        self.log_dict(named, logger=False, add_dataloader_idx=False, batch_size=1, rank_zero_only=True)
 
     # ---- metrics ------------------------------------------------------------------------------------------------
 
