@@ -71,10 +71,12 @@ progress() {
 }
 
 run_pip() {
-    local total=$1
+    local total=$1 bytecode=--no-compile
     shift
-    # --no-compile: most of the files are never imported, the others are compiled when they are.
-    "$venv/bin/python" -m pip install --no-deps --no-compile --no-input --disable-pip-version-check "$@" 2>&1 |
+    # Most files are never imported, the others are compiled when they are; unless Python is told to keep no bytecode,
+    # when every process would compile them again.
+    [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] || bytecode=--compile
+    "$venv/bin/python" -m pip install --no-deps "$bytecode" --no-input --disable-pip-version-check "$@" 2>&1 |
         progress "$total" && return
     die "pip install $* failed. The end of $log:
 $(grep -v '^WARNING: Location' "$log" | tail -n 12)
