@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +31,10 @@ class _OpenGroup:
     trained: bool = False
     reason: DropReason | None = None
 
+
+logger = logging.getLogger(__name__)
+
+DROPS_TOLD = (50, 500, 5_000, 50_000)
 
 POLL_S = 0.2
 """How long one look into the queue lasts; between two looks the child's health and a SIGTERM are seen."""
@@ -84,6 +89,7 @@ class RolloutStream:
         self._in_step: list[tuple[Sample, Position]] = []
         self._stats: Stats = {}
         self._wait_s = 0.0
+        self._dropped_in_a_row: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._length
@@ -103,6 +109,7 @@ class RolloutStream:
 
     def step_done(self) -> None:
         """The optimizer has moved: the samples of the step are trained, and a group with its last sample is too."""
+        self._dropped_in_a_row.clear()
         for _, position in self._in_step:
             self._settle(position, None)
         self._in_step = []
@@ -208,11 +215,24 @@ class RolloutStream:
 
     def _drop(self, position: Position, reason: DropReason) -> None:
         self._ledger.dropped(position, reason)
+        self._tell_of_drops(reason)
         merge_into(self._stats, {f"rollout/dropped_total/{reason.value}": Sum(1)})
         if not reason.counts_for_epoch:
             self._producer.redispatch(position)
         elif reason is DropReason.OVERSIZE:  # the child does not know that this group filled no step
             self._producer.release()
+
+    def _tell_of_drops(self, reason: DropReason) -> None:
+        """A run that drops every group waits for ever without an error: say so, at 50, 500, ... drops in a row."""
+        self._dropped_in_a_row[reason.value] += 1
+        dropped = self._dropped_in_a_row.total()
+        if dropped in DROPS_TOLD:
+            logger.warning(
+                "%d groups in a row were dropped and none was trained (%s). equal_rewards: the reward does not tell the "
+                "rollouts of a prompt apart; unscorable: it gave None; stale: raise staleness.max or sync less often.",
+                dropped,
+                ", ".join(f"{name} {count}" for name, count in self._dropped_in_a_row.items()),
+            )
 
     # ---- figures ------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 
 def share_of_letter(prompts, completions, letter, **columns):
-    """How much of the completion is the wanted letter; length breaks ties, so that no group is equal throughout."""
-    return [c.count(wanted) / max(len(c), 1) + 0.01 * len(c) for c, wanted in zip(completions, letter, strict=True)]
+    """How much of the completion is the wanted letter; length breaks ties, so that few groups are equal throughout."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [
+        text.count(wanted) / max(len(text), 1) + 0.01 * len(text) for text, wanted in zip(texts, letter, strict=True)
+    ]
 
 
 def always_half(completions, **columns):

@@ -105,6 +105,13 @@ def test_dropped_groups_end_an_epoch_that_trains_nothing():
     assert ledger.epoch_done(0)
 
 
+def test_a_run_that_only_drops_says_so(caplog):
+    messages = [DroppedGroup(Position(0, i), i, DropReason.EQUAL_REWARDS) for i in range(50)]
+    stream, _, _ = stream_of(messages, prompts=50)
+    list(stream)
+    assert "50 groups in a row were dropped and none was trained (equal_rewards 50)" in caplog.text
+
+
 def test_the_reward_of_dropped_groups_is_in_the_steps_figures():
     dropped = DroppedGroup(Position(0, 0), 0, DropReason.EQUAL_REWARDS, stats={"reward": Mean(0.0, 2)})
     stream, _, _ = stream_of([dropped, sample_group(1)], prompts=2)
