@@ -228,7 +228,7 @@ class RolloutStream:
         dropped = self._dropped_in_a_row.total()
         if dropped in DROPS_TOLD:
             logger.warning(
-                "%d groups in a row were dropped and none was trained (%s). equal_rewards: the reward does not tell the "
+                "%d groups in a row were dropped and none was trained (%s). equal_rewards: the reward tells no "
                 "rollouts of a prompt apart; unscorable: it gave None; stale: raise staleness.max or sync less often.",
                 dropped,
                 ", ".join(f"{name} {count}" for name, count in self._dropped_in_a_row.items()),
