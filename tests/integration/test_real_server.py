@@ -66,6 +66,7 @@ def test_changed_weights_arrive(
         print(f"sync {timings}, {receipt}")
         assert receipt.error <= AGREE
         assert receipt.conclusive
+        assert timings.pause_s < 4  # an idle server that sleeps through its call wakes after 5 s
 
 
 def test_a_head_left_behind_is_caught(
