@@ -116,9 +116,9 @@ def plan_server(
 def server_threads(cores: int) -> int:
     """Threads of a CPU server that shares ``cores`` with the trainer.
 
-    SmolLM2-135M on two cores: two threads that sleep while they wait generate 87 tokens/s beside a trainer that does
-    71, and 110 while it waits; vLLM's own choice, one thread bound to one core, 58 beside 81, and 70. On many cores the
-    threads of two processes would wait for each other at every operation, so each process gets half of them.
+    SmolLM2-135M on two cores: two threads that sleep while they wait generate 63 to 87 tokens/s beside a trainer that
+    does 70, and 105 to 110 while it waits; vLLM's own choice, one thread bound to one core, 58 beside 81, and 70. On
+    many cores the threads of two processes would wait for each other at every operation, so each gets half of them.
     """
     return cores if cores <= 4 else cores // 2
 
