@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_URL = "http://localhost:8000"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PROGRESS_EVERY_S = 5.0
+NO_CUDA = "this version sends weights over gloo to vLLM on CPU; train and serve on CPU (trainer.accelerator: cpu)"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class VLLMServer(Engine):
         """
         if not self.launch:
             return VLLMRun(self, needs, None)
+        require("data.engine.launch", True, needs.device == "cpu", f"the trainer is on CUDA, and {NO_CUDA}")
         _require_plugin()
         log_file = Path(self.log_file) if self.log_file is not None else needs.run_dir / "server.log"
         process = ServerProcess(self.plan(needs, port=free_port()), log_file)
@@ -171,6 +173,8 @@ class VLLMRun(RunningEngine):
     def transport(self, timeout: float) -> Transport:
         from lit_rl.sync.gloo import GlooTransport
 
+        for facts in self.facts:
+            require("data.engine.url", facts.url, facts.is_cpu, f"the server runs on {facts.device}, and {NO_CUDA}")
         # a server that this run started is on this machine, where any free port will do
         port = 0 if self.process is not None else self.engine.transfer_port
         return GlooTransport(self.urls, timeout=timeout, port=port)

@@ -148,6 +148,17 @@ def test_a_cuda_server_gets_seeds() -> None:
     assert endpoint.send_seeds
 
 
+def test_weights_for_a_cuda_server_are_refused_by_name_until_there_is_a_way() -> None:
+    info = {"device_config": {"device": "cuda"}, "weight_transfer_config": {"backend": "nccl"}}
+    with FakeServer(server_info=info) as server:
+        run = VLLMServer(url=server.url).start(needs())
+        run.connect()
+        with pytest.raises(SettingsError, match="the server runs on cuda"):
+            run.transport(timeout=1.0)
+    with pytest.raises(SettingsError, match="data.engine.launch = True: the trainer is on CUDA"):
+        VLLMServer(launch=True).start(replace(needs(), device="cuda"))
+
+
 def test_of_several_servers_the_shortest_length_and_the_poorest_protocol_count() -> None:
     with FakeServer(max_model_len=64) as rich, FakeServer(max_model_len=32, generate_route=False) as poor:
         endpoint, max_model_len = VLLMServer(urls=(rich.url, poor.url)).start(needs()).connect()
