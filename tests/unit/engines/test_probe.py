@@ -155,7 +155,7 @@ def test_weights_for_a_cuda_server_are_refused_by_name_until_there_is_a_way() ->
         run.connect()
         with pytest.raises(SettingsError, match="the server runs on cuda"):
             run.transport(timeout=1.0)
-    with pytest.raises(SettingsError, match="data.engine.launch = True: the trainer is on CUDA"):
+    with pytest.raises(SettingsError, match=r"data.engine.launch = True: the trainer is on CUDA"):
         VLLMServer(launch=True).start(replace(needs(), device="cuda"))
 
 
