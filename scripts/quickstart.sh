@@ -7,6 +7,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup_env.sh
+# the run serves and trains on CPU, also where there is a GPU
+LIT_RL_DEVICE=${LIT_RL_DEVICE:-cpu} scripts/setup_env.sh
 .venv/bin/python scripts/prepare_model.py
 exec .venv/bin/lit-rl fit --config configs/quickstart.yaml "$@"

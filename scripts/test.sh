@@ -30,7 +30,7 @@ bash_syntax() {
     for file in scripts/*.sh .ci/run; do bash -n "$file" || return; done
 }
 
-scripts/setup_env.sh --test
+LIT_RL_DEVICE=${LIT_RL_DEVICE:-cpu} scripts/setup_env.sh --test
 python=.venv/bin/python
 stage "bash syntax" bash_syntax
 stage "ruff check" "$python" -m ruff check .
