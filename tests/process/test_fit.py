@@ -1,5 +1,7 @@
 """Whole fits in the Python way: a real trainer, a real rollout process, a tiny model behind the server's routes."""
 
+import json
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -125,13 +127,17 @@ def test_groups_of_equal_rewards_are_dropped_and_end_the_epoch(tiny_model, tmp_p
     assert all(torch.equal(after[name], tensor) for name, tensor in before.policy.state_dict().items())
 
 
-def test_held_out_prompts_are_sampled_before_and_after(tiny_model, tmp_path):
-    report = callbacks.RunReport(plot=True)
-    fit(tiny_model, tmp_path, eval=PROMPTS[:2], num_generations_eval=2, extra=[report, callbacks.Export()])
-    held_out = [row for row in read_csv(tmp_path) if row.get("eval/heldout/reward")]
+def test_held_out_prompts_are_sampled_before_and_after(tiny_model, tmp_path, capsys):
+    extra = [callbacks.RunReport(plot=True), callbacks.Export()]
+    fit(tiny_model, tmp_path, eval=PROMPTS[:2], num_generations_eval=2, extra=extra)
+    held_out = [float(row["eval/heldout/reward"]) for row in read_csv(tmp_path) if row.get("eval/heldout/reward")]
     assert len(held_out) == 2
     assert (tmp_path / "reward.png").stat().st_size > 1000
-    assert (tmp_path / "model" / "model.safetensors").exists()
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["steps"] == 3
+    assert [last["heldout_before"], last["heldout_after"]] == pytest.approx(held_out)
+    assert last["model_dir"] == str(tmp_path / "model") and (tmp_path / "model" / "model.safetensors").exists()
+    assert last["wandb_dir"] is None
 
 
 def test_the_exported_model_is_the_trained_policy(tiny_model, tmp_path):

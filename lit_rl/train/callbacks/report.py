@@ -59,7 +59,12 @@ class RunReport(pl.Callback):
         if dataloader_idx == 0:
             self._held_out.append((trainer.global_step, batch.reward))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gathers what every callback has done by now, and moves to the end of their line for the last word.
+
+        The progress bar draws itself a last time in its own teardown.
+        """
+        trainer.callbacks = [*(c for c in trainer.callbacks if c is not self), self]
         folder = Path(trainer.default_root_dir)
         export = next((c for c in trainer.callbacks if isinstance(c, Export)), None)
         model_dir = export.saved_to if export is not None else None
