@@ -40,7 +40,8 @@ stage "mypy" "$python" -m mypy
 stage "unit and process tests" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not integration"
 if [[ $# -eq 0 ]]; then
     stage "the quickstart's model" "$python" scripts/prepare_model.py
-    stage "integration tests" env LIT_RL_TEST_MODEL="$PWD/models/SmolLM2-135M-Instruct" "$python" -m pytest -m integration
+    # as `lit-rl` sets it: threads that spin would keep the server from the cores
+    stage "integration tests" env OMP_WAIT_POLICY=PASSIVE LIT_RL_TEST_MODEL="$PWD/models/SmolLM2-135M-Instruct" "$python" -m pytest -m integration
 fi
 
 if [[ ${#failed[@]} -gt 0 ]]; then
