@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,12 @@ from lit_rl.sync.wire import Layout
 
 THREADS = 2
 """Broadcasts that travel at the same time; one more than needed to keep the wire busy while another one ends."""
+
+
+LOOK_S = 0.5
+"""How often one who waits for a chunk asks whether the trainer is still there."""
+
+POLL_S = 0.001
 
 
 class TransferBroken(SyncError):
@@ -86,11 +93,13 @@ class Group:
         ]
         options._timeout = timedelta(seconds=meet_timeout)
         options._threads = THREADS
+        self._store = store
         try:
             self._held: list[Any] = [ProcessGroupGloo(PrefixStore(name, store), rank, size, options)]
         except RuntimeError as cause:
             raise TransferBroken(f"trainer and servers did not meet: {_first_line(cause)}") from cause
         self._held[0].set_timeout(timedelta(seconds=timeout))
+        store.set_timeout(timedelta(seconds=timeout))
 
     def post(self, chunk: Tensor) -> int:
         """Starts sending (rank 0) or receiving (others) a chunk, in gloo's own threads; returns its number."""
@@ -106,11 +115,27 @@ class Group:
         return self._held[number].is_completed()
 
     def wait(self, number: int) -> None:
-        """Until the chunk has travelled. Raises TransferBroken when it failed to, or at gloo's timeout."""
+        """Until the chunk has travelled. Raises TransferBroken when it failed to, or at gloo's timeout.
+
+        Gloo does not tell who waits for a chunk that its connection closed in the middle of it, so the meeting point,
+        which lives and dies with the trainer, is asked beside it.
+        """
+        look = time.monotonic() + LOOK_S
+        while not self.ended(number):
+            if time.monotonic() >= look:
+                self._look_for_trainer()
+                look = time.monotonic() + LOOK_S
+            time.sleep(POLL_S)
         try:
             self._held[number].wait()
         except RuntimeError as cause:
             raise TransferBroken(f"the transfer broke off: {_first_line(cause)}") from cause
+
+    def _look_for_trainer(self) -> None:
+        try:
+            self._store.check(["trainer"])
+        except RuntimeError as cause:  # torch's DistNetworkError
+            raise TransferBroken("the transfer broke off: the trainer is gone") from cause
 
     def forget(self) -> None:
         """Lets go of the chunks that were posted; all of them must have ended."""
