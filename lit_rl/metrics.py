@@ -206,6 +206,8 @@ REGISTRY: tuple[MetricSpec, ...] = _specs(
     ("perf/forwarded_tok_s_fwd_bwd", "tokens/s", "mean", "forwarded tokens per second of forward and backward"),
     ("perf/forwarded_tok_s_wall_clock", "tokens/s", "mean", "forwarded tokens per second of the whole step"),
     ("perf/trained_tok_s_wall_clock", "tokens/s", "mean", "trained tokens per second of the whole step"),
+    ("perf/mfu_fwd_bwd", "fraction", "mean", "operations of the model over those possible in forward and backward"),
+    ("perf/mfu_wall_clock", "fraction", "mean", "the same over the whole step; both absent for unknown devices"),
     # sync
     ("sync/policy_version", "versions", "last", "completed weight syncs"),
     ("sync/receipt_error", "nats", "mean", "mean log-prob difference between server and trainer after a sync"),

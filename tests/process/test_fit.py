@@ -72,6 +72,7 @@ def test_every_logged_figure_is_there_and_adds_up(tiny_model, tmp_path):
         assert float(row["batch/packing_ratio"]) == pytest.approx(raw / forwarded)
         assert float(row["perf/step_s"]) >= float(row["perf/fwd_bwd_s"]) >= float(row["perf/fwd_s"]) > 0
         assert 0 <= float(row["completions/clipped_ratio"]) <= 1
+        assert "perf/mfu_fwd_bwd" not in row  # nobody knows the peak of a CPU
     assert all(float(row["sync/receipt_error"]) < 1e-4 for row in rows[1:])  # of the sync before
     assert float(rows[-1]["num_tokens"]) == sum(float(r["batch/forwarded_tokens_per_step"]) for r in rows)
 

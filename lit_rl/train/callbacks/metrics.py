@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 
+from lit_rl.capabilities import TRAINER_DTYPES
 from lit_rl.metrics import Mean, Stats, merge_into, values
 from lit_rl.tensors import StepBatch
+
+if TYPE_CHECKING:  # brings transformers along, which `--help` need not wait for
+    from lit_rl.policy.flops import FlopCount
 
 PROGRESS_BAR = {
     "reward": "reward",
@@ -26,9 +32,15 @@ class Metrics(pl.Callback):
     def __init__(self) -> None:
         self._window: Stats = {}
         self._step_started = 0.0
+        self._flops: FlopCount | None = None
+        self._peak: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from lit_rl.policy.flops import FlopCount
+
         pl_module.drain_stats()  # what came before the first step belongs to no step
+        self._peak = peak_flops(trainer, pl_module)
+        self._flops = FlopCount.of(pl_module.policy) if self._peak is not None else None
         self._step_started = time.perf_counter()
 
     def on_train_batch_end(
@@ -36,7 +48,7 @@ class Metrics(pl.Callback):
     ) -> None:
         now = time.perf_counter()
         step_s, self._step_started = now - self._step_started, now
-        pl_module.contribute(self._time_stats(pl_module, batch, step_s))
+        pl_module.contribute(throughput(batch, step_s, pl_module.peek("perf/fwd_bwd_s"), self._flops, self._peak))
         step = pl_module.drain_stats()
         merge_into(self._window, step)
         self._show(pl_module, values(step))
@@ -54,21 +66,6 @@ class Metrics(pl.Callback):
             logger.log_metrics(values(held_out), step=trainer.global_step)
 
     @staticmethod
-    def _time_stats(pl_module: pl.LightningModule, batch: StepBatch, step_s: float) -> Stats:
-        """Tokens per second on both bases; numerator and denominator stay apart over the window."""
-        forwarded = sum(row.tree.num_tokens for row in batch.rows if row.sample_ids)
-        trained = sum(len(row.terms) for row in batch.rows)
-        fwd_bwd = pl_module.peek("perf/fwd_bwd_s")
-        stats: Stats = {
-            "perf/step_s": Mean(step_s),
-            "perf/forwarded_tok_s_wall_clock": Mean(forwarded, step_s),
-            "perf/trained_tok_s_wall_clock": Mean(trained, step_s),
-        }
-        if fwd_bwd is not None:
-            stats["perf/forwarded_tok_s_fwd_bwd"] = Mean(forwarded, fwd_bwd)
-        return stats
-
-    @staticmethod
     def _show(pl_module: pl.LightningModule, step: dict[str, float]) -> None:
         shown = {short: step[name] for name, short in PROGRESS_BAR.items() if name in step}
         silent = {name: value for name, value in step.items() if name not in shown}  # `reward` has one name for both
@@ -82,3 +79,41 @@ class Metrics(pl.Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(found, step=trainer.global_step)
+
+
+def throughput(
+    batch: StepBatch, step_s: float, fwd_bwd_s: float | None, flops: FlopCount | None, peak: float | None
+) -> Stats:
+    """Tokens per second, and the model's share of what the device could compute, on both bases of time.
+
+    Numerator and denominator stay apart over the window.
+
+    Args:
+        batch: The step, this rank's part.
+        step_s: Seconds from the end of the step before to the end of this one.
+        fwd_bwd_s: Seconds of forward and backward; None for a step that had nothing to train.
+        flops: The model's operations; None where they are not known.
+        peak: The device's operations per second; None where they are not known.
+    """
+    rows = [row for row in batch.rows if row.sample_ids]
+    forwarded = sum(row.tree.num_tokens for row in rows)
+    stats: Stats = {
+        "perf/step_s": Mean(step_s),
+        "perf/forwarded_tok_s_wall_clock": Mean(forwarded, step_s),
+        "perf/trained_tok_s_wall_clock": Mean(sum(len(row.terms) for row in rows), step_s),
+    }
+    if fwd_bwd_s is not None:
+        stats["perf/forwarded_tok_s_fwd_bwd"] = Mean(forwarded, fwd_bwd_s)
+    if flops is not None and peak is not None:
+        done = sum(flops.forward_and_backward(row) for row in rows)
+        stats["perf/mfu_wall_clock"] = Mean(done, peak * step_s)
+        if fwd_bwd_s is not None:
+            stats["perf/mfu_fwd_bwd"] = Mean(done, peak * fwd_bwd_s)
+    return stats
+
+
+def peak_flops(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
+    """Operations per second of the training device at the training precision; None where Lightning's table has none."""
+    precision = str(trainer.precision)
+    dtype = pl_module.policy.dtype if precision == "32-true" else getattr(torch, TRAINER_DTYPES[precision])
+    return get_available_flops(pl_module.device, dtype)
