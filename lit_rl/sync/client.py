@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from lit_rl.engines.http import Background, Deadline, get, post
 from lit_rl.errors import ServerRefused, ServerUnreachable
 
 T = TypeVar("T")
+
+POLL_S = 0.001
+"""How often a wait looks whether its answer is there."""
 
 
 class WeightSyncClient:
@@ -68,24 +73,67 @@ class WeightSyncClient:
         except ServerRefused:
             return
 
+    def close_weight_update(self, timeout: float) -> None:
+        """Ends an update that one of vLLM's own engines began, so that every layer has weights again.
 
-def everywhere(
-    clients: Sequence[WeightSyncClient], action: Callable[[WeightSyncClient], T], what: str, deadline: Deadline
-) -> list[T]:
-    """``action`` on all servers at once; the results in their order.
+        After a refused update some layers are without memory, and the next request on them would end the engine.
+        Finishing gives those their old weights back. vLLM takes a finish only of an update that it holds for open, and
+        a refusal closed it: then a new one is begun and finished, with nothing in it.
+        """
+        finish = {"weight_version": None}  # the label stays
+        try:
+            self._post("/finish_weight_update", finish, timeout=timeout)
+        except ServerRefused:
+            self._post("/start_weight_update", timeout=timeout)
+            self._post("/finish_weight_update", finish, timeout=timeout)
 
-    Raises:
-        ServerUnreachable: a server did not answer before the deadline.
-        Exception: what the first failing server's call raised, as soon as it did.
+
+class Answers(Generic[T]):
+    """One call made to all servers at once, and what became of it.
+
+    Args:
+        clients: The servers.
+        what: The route, for messages.
+        action: The call.
     """
-    calls = [Background(lambda c=client: action(c), f"{what} {client.url}") for client in clients]  # type: ignore[misc]
-    while not all(call.done for call in calls):
+
+    def __init__(self, clients: Sequence[WeightSyncClient], what: str, action: Callable[[WeightSyncClient], T]) -> None:
+        self._clients, self._what = clients, what
+        self._calls = [Background(partial(action, client), f"{what} {client.url}") for client in clients]
+
+    @property
+    def done(self) -> bool:
+        return all(call.done for call in self._calls)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raises what the first failed call raised, or ServerUnreachable when the deadline has passed."""
+        raise_failure(self._calls)
+        if deadline.passed:
+            waiting = [c.url for c, call in zip(self._clients, self._calls, strict=True) if not call.done]
+            names = ", ".join(f"{url}/{self._what}" for url in waiting) or self._what
+            raise ServerUnreachable(f"{names} gave no answer within {deadline.seconds:g} s")
+
+    def wait_for_words(self, seconds: float) -> None:
+        """Raises what the first failed call raised; returns when none failed within so many seconds."""
+        deadline = Deadline(seconds)
+        while not deadline.passed and not any(call.failure for call in self._calls):
+            time.sleep(POLL_S)
+        raise_failure(self._calls)
+
+    def wait(self, deadline: Deadline, beside: Sequence[Background[Any]] = ()) -> list[T]:
+        """The answers, in the order of the servers, once all are there; raises as ``check``.
+
+        Args:
+            deadline: Of the answers.
+            beside: Calls of our own that belong to it: they are waited for too, and their failures raised.
+        """
+        calls = [*beside, *self._calls]
+        while not all(call.done for call in calls):
+            raise_failure(beside)
+            self.check(deadline)
+            time.sleep(POLL_S)
         raise_failure(calls)
-        waiting = next(i for i, call in enumerate(calls) if not call.done)
-        calls[waiting].wait(min(deadline.left, 0.02))
-        if deadline.passed and not calls[waiting].done:
-            raise ServerUnreachable(f"{clients[waiting].url}/{what} gave no answer within {deadline.seconds:g} s")
-    return [call.result(0.0) for call in calls]
+        return [call.result(0.0) for call in self._calls]
 
 
 def raise_failure(calls: Sequence[Background[Any]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lit_rl.errors import SyncError
 
 Metadata = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 """Name, dtype and shape of each tensor, in the order in which they are sent."""
@@ -53,3 +55,25 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Disconnects; safe to call twice."""
+
+
+def as_announced(source: Source, metadata: Metadata) -> Iterator[Tensor]:
+    """The tensors of ``source``, each one compared with what the servers were told to expect.
+
+    Raises:
+        SyncError: another tensor came, one more, or one less; names it.
+    """
+    announced = iter(metadata)
+    for name, tensor in source:
+        expected = next(announced, None)
+        if expected is None:
+            raise SyncError(f"the policy has a tensor more than when the transfer was opened: {name!r}")
+        if (name, tensor.dtype, tuple(tensor.shape)) != (expected[0], expected[1], tuple(expected[2])):
+            raise SyncError(
+                f"the policy's tensors changed since the transfer was opened: {expected[0]!r} {expected[1]} "
+                f"{list(expected[2])} was announced, {name!r} {tensor.dtype} {list(tensor.shape)} came"
+            )
+        yield tensor
+    missing = next(announced, None)
+    if missing is not None:
+        raise SyncError(f"the policy has a tensor less than when the transfer was opened: {missing[0]!r}")
