@@ -14,6 +14,7 @@ _HOMES = {
     "Objective": "lit_rl.train.objectives",
     "PolicyModule": "lit_rl.train.module",
     "RolloutDataModule": "lit_rl.train.data",
+    "Engine": "lit_rl.engines.base",
     "VLLMServer": "lit_rl.engines.vllm_server",
     "RolloutLoop": "lit_rl.rollout.loop",
     "Rollout": "lit_rl.types",
@@ -23,6 +24,7 @@ _HOMES = {
     "Reward": "lit_rl.settings",
     "DatasetSpec": "lit_rl.settings",
     "DatasetFunction": "lit_rl.settings",
+    "LitRLError": "lit_rl.errors",
 }
 _MODULES = {"callbacks": "lit_rl.train.callbacks"}
 

@@ -11,3 +11,9 @@ def share_of_letter(prompts, completions, letter, **columns):
 
 def always_half(completions, **columns):
     return [0.5] * len(completions)
+
+
+def length_of_answer(completions, **columns):
+    """Tells almost any two completions apart, whatever the model can."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [len(text) + text.count("e") / 10 for text in texts]
