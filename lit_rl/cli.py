@@ -8,6 +8,10 @@ import os
 # thread that spins while it waits for its siblings takes the core that they need: six times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from lit_rl.ending import Ending, without_traceback
+
+all_is_imported = without_traceback()  # a Ctrl-C meanwhile: the imports take seconds
+
 import sys
 import time
 import warnings
@@ -17,16 +21,38 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lit_rl.errors import LitRLError
+from lit_rl.serve import serve
 from lit_rl.train.callbacks import Staleness, WeightSync
 from lit_rl.train.data import RolloutDataModule
 from lit_rl.train.module import PolicyModule
 
+all_is_imported()
+
 TRAINER_DEFAULTS = {"max_epochs": 3, "gradient_clip_val": 1.0, "log_every_n_steps": 1, "num_sanity_val_steps": 1}
 """The documents' defaults where Lightning's differ."""
 
+ENDING = Ending()
+
 OURS = {"gradient_clip_val": None, "gradient_clip_algorithm": None, "accumulate_grad_batches": 1}
 """Trainer flags that module and data carry out, and what the Trainer itself, which refuses them, is given."""
+
+
+LIVE = ("logger", "callbacks", "plugins", "profiler", "strategy")
+"""Trainer options that may be objects: ``serve`` makes none of them."""
+
+
+class CommandLineTrainer(pl.Trainer):
+    """Lightning's, with a method for the subcommand that Lightning lacks; the command line runs it without a Trainer."""
+
+    def serve(self, ckpt_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Starts the server that ``fit`` would launch, in this terminal; ``--print`` shows it.
+
+        Args:
+            ckpt_path: An option of ``fit``, so that one configuration serves both; a server starts from
+                ``model.pretrained`` and is given the weights by the trainer.
+            weights_only: The same.
+        """
+        raise NotImplementedError("`lit-rl serve` runs LitRLCLI.serve in its place")
 
 
 class SaveConfig(SaveConfigCallback):
@@ -59,11 +85,33 @@ class LitRLCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         skip = {"model", "datamodule"}
-        return {"fit": {*skip, "train_dataloaders", "val_dataloaders"}, "validate": {*skip, "dataloaders"}}
+        return {
+            "fit": {*skip, "train_dataloaders", "val_dataloaders"},
+            "validate": {*skip, "dataloaders"},
+            "serve": set(),
+        }
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "serve":  # as a method's argument it would be `--print true`
+            parser.add_argument("--print", action="store_true", help="Print the command line and environment only.")
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        self.words = sys.argv[1:] if args is None else args
+        super().parse_arguments(parser, args)
+
+    def serve(self, **_: Any) -> None:
+        """What ``lit-rl serve`` runs."""
+        config = self.config[self.subcommand]
+        serve(self.model, self.datamodule, config["trainer"], words=self.words, show=config["print"])
 
     def before_instantiate_classes(self) -> None:
         """Gives each run a folder of its own below ``trainer.default_root_dir``; loggers without one write there."""
         trainer = self.config[self.config.subcommand]["trainer"]
+        if self.subcommand == "serve":
+            trainer.update(dict.fromkeys(LIVE))
+            return
         root = Path(trainer.get("default_root_dir") or "runs")
         folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         trainer["default_root_dir"] = str(folder)
@@ -74,27 +122,29 @@ class LitRLCLI(LightningCLI):
                 args["save_dir"] = str(folder)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        if self.subcommand == "serve":
+            return self.trainer_class  # nothing asks it for more than the name of its method
         trainer = self._get(self.config_init, "trainer", default={})
         if trainer.get("max_steps", -1) != -1:
             kwargs["max_epochs"] = -1  # max_steps wins where it is set
-        return super().instantiate_trainer(**OURS, **kwargs)
+        created = super().instantiate_trainer(**OURS, **kwargs)
+        ENDING.step = lambda: created.global_step
+        return created
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry of the ``lit-rl`` command; an error made by lit_rl ends it with its message and status 1."""
+    """Entry of the ``lit-rl`` command."""
     # said by Lightning's own use of torch, at every step's first batch, and nothing that a user could change
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    try:
+    with ENDING:
         LitRLCLI(
             PolicyModule,
             RolloutDataModule,
             save_config_callback=SaveConfig,
+            trainer_class=CommandLineTrainer,
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=42,
             auto_configure_optimizers=False,
             parser_kwargs={"fit": {"description": "Train a policy."}},
             args=args,
         )
-    except LitRLError as error:
-        print(f"\nlit-rl: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)

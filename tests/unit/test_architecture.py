@@ -65,7 +65,8 @@ ROOMS = {
         {*LIGHT, "tensors", "maths", "rollout", "rewards", "packing", "policy", "engines", "sync", "train"},
         {"numpy", "torch", "torchmetrics", "lightning", "transformers", "rich", "wandb", "matplotlib"},
     ),
-    "cli": Room({"train", "settings", "errors"}, {"lightning", "jsonargparse"}),
+    "cli": Room({"train", "settings", "errors", "ending"}, {"lightning", "jsonargparse"}),
+    "ending": Room({"errors"}, set()),
     "__main__": Room({"cli"}, set()),
     "__init__": Room(set(), set()),
 }
