@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 
 class LitRLError(Exception):
     """Base of all errors that lit_rl raises on purpose; the command line prints them without a traceback."""
@@ -52,6 +54,15 @@ class ServerRefused(ServerError):
     def __init__(self, route: str, status: int, body: str) -> None:
         self.route, self.status, self.body = route, status, body
         super().__init__(f"the server answered {route} with status {status}: {body[:2000]}")
+
+    @classmethod
+    def answered(cls, route: str, status: int, text: str) -> ServerRefused:
+        """From an answer as it came; of vLLM's JSON body only the sentence inside is kept."""
+        try:
+            words = str(json.loads(text)["error"]["message"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            words = text
+        return cls(route, status, words)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.route, self.status, self.body))

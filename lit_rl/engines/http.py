@@ -66,7 +66,7 @@ def request(url: str, method: str, route: str, body: dict[str, Any] | None, *, t
     finally:
         connection.close()
     if response.status >= 300:
-        raise ServerRefused(f"{url}{route}", response.status, _words(text))
+        raise ServerRefused.answered(f"{url}{route}", response.status, text)
     return _parsed(url, route, text)
 
 
@@ -77,14 +77,6 @@ def _parsed(url: str, route: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as cause:
         raise ServerUnreachable(f"{url}{route} did not answer with JSON (is this vLLM?): {text[:200]!r}") from cause
-
-
-def _words(text: str) -> str:
-    """The message inside vLLM's error body; the body itself where it is something else."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return text
 
 
 class Background(Generic[T]):

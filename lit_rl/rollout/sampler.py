@@ -168,9 +168,9 @@ class Sampler:
         finally:
             self._in_flight[url] -= 1
         if response.status >= 500:
-            raise _Retryable(ServerRefused(route, response.status, _words(text)))
+            raise _Retryable(ServerRefused.answered(route, response.status, text))
         if response.status != 200:
-            raise ServerRefused(route, response.status, _words(text))
+            raise ServerRefused.answered(route, response.status, text)
         return _parsed(text, url + route)
 
 
@@ -246,11 +246,3 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         return json.loads(text)
     except json.JSONDecodeError as cause:
         raise ServerError(f"{where} answered with something that is not JSON: {text[:500]}") from cause
-
-
-def _words(text: str) -> str:
-    """The server's sentence out of its error body, or the body."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return text

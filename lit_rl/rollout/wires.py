@@ -71,32 +71,26 @@ class Numbers:
 
 
 @dataclass
-class ChildEnds:
-    """What the rollout process holds: commands in, messages and failures out."""
-
+class _Ends:
     commands: Connection
     messages: Connection
     failures: Connection
     numbers: Numbers
 
     def close(self) -> None:
-        """Closes the pipes; the parent calls it once the child has inherited them."""
         for end in (self.commands, self.messages, self.failures):
             end.close()
 
 
-@dataclass
-class ParentEnds:
+class ChildEnds(_Ends):
+    """What the rollout process holds: commands in, messages and failures out.
+
+    The parent closes its copies once the child has inherited them.
+    """
+
+
+class ParentEnds(_Ends):
     """What the trainer process holds: commands out, messages and failures in."""
-
-    commands: Connection
-    messages: Connection
-    failures: Connection
-    numbers: Numbers
-
-    def close(self) -> None:
-        for end in (self.commands, self.messages, self.failures):
-            end.close()
 
 
 def connect(context: SpawnContext) -> tuple[ParentEnds, ChildEnds]:

@@ -38,6 +38,8 @@ def descendants(cls: type) -> list[type]:
 
 
 def test_importing_the_package_brings_nothing_heavy_along() -> None:
-    code = "import sys, lit_rl; print(sorted({'torch', 'lightning', 'transformers', 'vllm', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, lit_rl; print(sorted({'torch', 'lightning', 'transformers', 'vllm', 'numpy'} & set(sys.modules)))"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert said.stdout == "[]\n"
