@@ -100,7 +100,8 @@ class ServerTransport(ABC):
         except (ServerError, SyncError) as cause:
             self._abort(updating)
             raise SyncError(
-                f"policy version {version} did not reach the server: {cause} (weight_sync.timeout is {self.timeout:g} s)"
+                f"policy version {version} did not reach the server: {cause} "
+                f"(weight_sync.timeout is {self.timeout:g} s)"
             ) from cause
         except BaseException:
             self._abort(updating)
