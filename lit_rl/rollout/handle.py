@@ -110,6 +110,7 @@ class RolloutHandle:
         self._evaluations: queue.Queue[EvalResult] = queue.Queue()
         self._sending = threading.Lock()
         self._version = 0
+        self._hung = False
 
     def start(self) -> None:
         """Spawns the child; returns at once. The child waits for ``set_policy_version(1)`` before it samples.
@@ -123,7 +124,7 @@ class RolloutHandle:
         ends, child_ends = connect(self._context)
         ends.numbers.version.value = self._version
         process = self._context.Process(target=run_child, args=(payload, child_ends), name="lit-rl-rollout")
-        with _child_environment(), _main_module_hidden(unless=b"__main__" in payload):
+        with _child_environment(), _main_module_hidden(unless=b"__main__" in payload), _deaf_to_ctrl_c():
             process.start()
         child_ends.close()
         self._process, self._ends = process, ends
@@ -217,7 +218,8 @@ class RolloutHandle:
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the child: asks, and after ``timeout`` seconds terminates, then kills. Safe to call twice.
 
-        Returns only when no child is left. Cannot hang: the receiver thread keeps taking messages until the end.
+        Returns only when no child is left, nor what it started. Cannot hang: the receiver thread keeps taking messages
+        until the end.
         """
         atexit.unregister(self.stop)
         process, ends = self._process, self._ends
@@ -227,11 +229,13 @@ class RolloutHandle:
         with contextlib.suppress(OSError), self._sending:
             if _has_room(ends.commands):
                 ends.commands.send(Stop())
-        process.join(timeout)
+        process.join(0.0 if self._hung else timeout)  # it would not hear
         for end_it in (process.terminate, process.kill):
             if process.is_alive():
                 end_it()
                 process.join(5.0)
+        with contextlib.suppress(ProcessLookupError):  # what rewards started is in the child's group
+            os.killpg(process.pid, signal.SIGKILL)
         self._process = None
         with contextlib.suppress(OSError):
             ends.commands.close()
@@ -275,6 +279,7 @@ class RolloutHandle:
             self._raise_death()
         silent = time.monotonic() - self._numbers.heartbeat.value
         if silent > self._worker_timeout:
+            self._hung = True
             raise ProducerSilent(
                 f"the rollout process (pid {self.pid}) has given no sign of life for {silent:.0f} s; a hook or an "
                 "async reward function that blocks its event loop does that. data.worker_timeout sets the limit"
@@ -343,6 +348,19 @@ def _child_environment() -> Iterator[None]:
             if name not in before:
                 os.environ.pop(name, None)
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Lets a child spawned inside ignore Ctrl-C from its first instruction on; what is ignored stays so in it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 It ends when told to, when its parent is gone, and when something fails; a failure goes home as text first. The event
 loop gives the heartbeat, so that a blocked loop counts as hung. A watching thread sees the parent's death even then.
+Processes that rewards or hooks started end with it: they share its process group.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def run_child(payload: bytes, ends: ChildEnds) -> None:
         payload: The pickled ``ChildPlan``.
         ends: The way to the parent.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent decides what it means
+    # A session of its own: Ctrl-C is for the trainer alone, and what rewards start here can be ended with this process.
+    os.setsid()
     logging.basicConfig(format="[rollout] %(levelname)s %(message)s")
     sender = Sender(ends.messages)
     code = 0
@@ -104,16 +106,20 @@ def run_child(payload: bytes, ends: ChildEnds) -> None:
     sender.flush(_FLUSH_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not sys.exit, which waits for threads too
+    os._exit(code)  # not sys.exit, which waits for threads too; the parent ends what is left of the group
 
 
 async def _live(plan: ChildPlan, ends: ChildEnds, sender: Sender) -> None:
     stop = asyncio.Event()
     heart = asyncio.ensure_future(_beat(ends.numbers, plan.settings.heartbeat_s, stop))
     try:
-        loop = await asyncio.to_thread(_build, plan, ends, sender)
-        inbox = Inbox(ends.commands, loop, stop)
-        with inbox:
+        building = asyncio.ensure_future(asyncio.to_thread(_build, plan, ends, sender))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({building, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():  # the imports would go on for seconds; this process ends without them
+            return
+        loop = building.result()
+        with Inbox(ends.commands, loop, stop) as inbox:
             await _first_done(loop.run(stop), inbox.failed)
     finally:
         heart.cancel()
@@ -274,7 +280,7 @@ async def _beat(numbers: Numbers, every_s: float, stop: asyncio.Event) -> None:
 
 
 def _watch_parent(parent_pid: int) -> None:
-    """Ends this process within a second or two of its parent's death, whatever the event loop is doing."""
+    """Ends this process, and what it started, within a second or two of its parent's death, whatever the loop does."""
     original = os.getppid()
 
     def gone() -> bool:
@@ -289,7 +295,7 @@ def _watch_parent(parent_pid: int) -> None:
     def watch() -> None:
         while not gone():
             time.sleep(_WATCH_S)
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="lit-rl-parent-watch", daemon=True).start()
 
