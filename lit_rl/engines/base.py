@@ -66,6 +66,13 @@ class RunningEngine(ABC):
     def transport(self, timeout: float) -> Transport:
         """What carries weights to it; ``timeout`` bounds each call to a server, in seconds."""
 
+    def check_alive(self, patience: float = 0.0) -> None:  # noqa: B027  (a server that was found is somebody else's)
+        """Raises ServerError when what ``Engine.start`` started has ended, with what its log says.
+
+        Args:
+            patience: Seconds in which it may still be ending.
+        """
+
     @abstractmethod
     def stop(self) -> None:
         """Ends what ``Engine.start`` started; safe to call twice."""

@@ -103,8 +103,11 @@ class ServerProcess:
                 progress(waited, self._last_line())
             time.sleep(POLL_S)
 
-    def check_alive(self) -> None:
-        """Raises ServerError with the last lines of the log when the server has ended."""
+    def check_alive(self, patience: float = 0.0) -> None:
+        """Raises ServerError with the last lines of the log when the server has ended, or does within ``patience``."""
+        end = time.monotonic() + patience
+        while self.exit_code is None and time.monotonic() < end:
+            time.sleep(POLL_S)
         if self.exit_code is not None:
             raise ServerError(f"the server ended with exit code {self.exit_code}.\n{self.words()}")
 

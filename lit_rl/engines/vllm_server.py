@@ -179,6 +179,10 @@ class VLLMRun(RunningEngine):
         port = 0 if self.process is not None else self.engine.transfer_port
         return GlooTransport(self.urls, timeout=timeout, port=port)
 
+    def check_alive(self, patience: float = 0.0) -> None:
+        if self.process is not None:
+            self.process.check_alive(patience)
+
     def stop(self) -> None:
         process, self.process = self.process, None
         if process is not None:

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -177,10 +177,11 @@ class RolloutHandle:
         """
         self._send(Release(groups))
 
-    def evaluate(self, name: str, deadline_s: float) -> EvalResult:
+    def evaluate(self, name: str, deadline_s: float, look: Callable[[], None] = lambda: None) -> EvalResult:
         """Samples every prompt of ``evals[name]`` ``num_generations_eval`` times and scores it; blocks until done.
 
-        No training rollout starts meanwhile; those in flight finish.
+        No training rollout starts meanwhile; those in flight finish. ``look`` is asked while it waits, and raises what
+        shall end the wait.
 
         Raises:
             KeyError: no such evaluation set.
@@ -192,6 +193,7 @@ class RolloutHandle:
         deadline = time.monotonic() + deadline_s
         while True:
             self._check_alive()
+            look()
             try:
                 result = self._evaluations.get(timeout=max(0.0, min(deadline - time.monotonic(), _CHECK_S)))
             except queue.Empty:

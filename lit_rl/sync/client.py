@@ -120,6 +120,12 @@ class Answers(Generic[T]):
             time.sleep(POLL_S)
         raise_failure(self._calls)
 
+    def let_end(self, seconds: float) -> None:
+        """Waits for calls that are on their way, well or not, at most so many seconds."""
+        deadline = Deadline(seconds)
+        while not self.done and not deadline.passed:
+            time.sleep(POLL_S)
+
     def wait(self, deadline: Deadline, beside: Sequence[Background[Any]] = ()) -> list[T]:
         """The answers, in the order of the servers, once all are there; raises as ``check``.
 

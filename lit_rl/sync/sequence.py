@@ -137,7 +137,12 @@ class ServerTransport(ABC):
         _best_effort(lambda client: client.resume(CLEANUP_S), self.clients)
 
     def _everywhere(self, what: str, action: Callable[[WeightSyncClient], T], deadline: Deadline) -> list[T]:
-        return Answers(self.clients, what, action).wait(deadline)
+        answers = Answers(self.clients, what, action)
+        try:
+            return answers.wait(deadline)
+        except BaseException:
+            answers.let_end(CLEANUP_S)  # a pause on its way must not arrive after the resume that follows
+            raise
 
     def _own_address(self) -> str:
         """This machine as the servers see it: by loopback only when all of them are here."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rl.capabilities import check_data, check_trainer, compute_dtype
 from lit_rl.engines.base import Engine, EngineNeeds, RunningEngine
@@ -213,7 +214,7 @@ class RolloutDataModule(pl.LightningDataModule):
             ),
             policy_version=lambda: self.policy_version,
             staleness=self.staleness,
-            stopping=lambda: trainer.received_sigterm,
+            look=self._look,
         )
         return self.stream
 
@@ -223,9 +224,16 @@ class RolloutDataModule(pl.LightningDataModule):
     def _evaluation(self, name: str) -> Callable[[], EvalResult]:
         def evaluate() -> EvalResult:
             assert self._handle is not None, "the weight sync callback connects before the first evaluation"
-            return self._handle.evaluate(name, deadline_s=self.eval_timeout)
+            return self._handle.evaluate(name, deadline_s=self.eval_timeout, look=self._look)
 
         return evaluate
+
+    def _look(self) -> None:
+        """What the trainer asks while it waits for rollouts: was it told to end, and does the launched server live?"""
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
+        if self.sampler is not None:
+            self.sampler.check_alive()
 
     def _planner(self) -> Planner:
         ranks, rows = self._trainer.world_size, self.accumulate_grad_batches

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lit_rl.errors import SettingsError
 from lit_rl.metrics import Last, Max, Mean, Stats, Sum, merge_into
 from lit_rl.packing.deliver import deliver
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 DROPS_TOLD = (50, 500, 5_000, 50_000)
 
 POLL_S = 0.2
-"""How long one look into the queue lasts; between two looks the child's health and a SIGTERM are seen."""
+"""How long one look into the queue lasts; between two looks the child's health is seen."""
 
 
 class Producer(Protocol):
@@ -65,7 +63,7 @@ class RolloutStream:
         length: Upper bound of steps in one pass.
         policy_version: Reads the current version.
         staleness: The rule; None keeps everything.
-        stopping: Reads whether the trainer was told to end (SIGTERM).
+        look: Asked while the stream waits; raises what shall end the wait.
     """
 
     def __init__(
@@ -78,11 +76,11 @@ class RolloutStream:
         length: int,
         policy_version: Callable[[], int],
         staleness: Staleness | None,
-        stopping: Callable[[], bool] = lambda: False,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._producer, self._planner, self._ledger = producer, planner, ledger
         self._max_epochs, self._length = max_epochs, length
-        self._policy_version, self._staleness, self._stopping = policy_version, staleness, stopping
+        self._policy_version, self._staleness, self._look = policy_version, staleness, look
         self._epoch = 0
         self._waiting: deque[tuple[Sample, Position]] = deque()
         self._open: dict[Position, _OpenGroup] = {}
@@ -155,14 +153,12 @@ class RolloutStream:
     def _fetch(self, version: int) -> bool:
         """Waits for one group that may be trained; False when no more will come.
 
-        Woken by the rollout process. Raises ProducerDied or ProducerSilent through ``get``, and SIGTERMException when
-        the trainer was told to end.
+        Woken by the rollout process. Raises ProducerDied or ProducerSilent through ``get``, and what ``look`` raises.
         """
         started = time.perf_counter()
         try:
             while self._ledger.outstanding(self._max_epochs, buffered=len(self._open)) > 0:
-                if self._stopping():
-                    raise SIGTERMException
+                self._look()
                 message = self._producer.get(timeout=POLL_S)
                 if message is None:
                     continue

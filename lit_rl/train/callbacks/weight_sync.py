@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +13,16 @@ import torch
 from torch import Tensor
 
 from lit_rl.capabilities import compute_dtype
+from lit_rl.errors import ReceiptError, ServerError, SyncError
 from lit_rl.metrics import Last, Mean
 from lit_rl.packing.paths import single_sequence_row
 from lit_rl.settings import require
 from lit_rl.sync.transport import SyncTimings, Transport
 from lit_rl.tensors import StepBatch
 from lit_rl.train.proof import PROBE_SEQUENCES, Proof, probes_of
+
+LAST_BREATH_S = 2.0
+"""From the first broken connection of a dying server until it has ended."""
 
 
 class WeightSync(pl.Callback):
@@ -112,7 +118,8 @@ class WeightSync(pl.Callback):
         assert self._transport is not None
         data = trainer.datamodule
         waited_s = time.perf_counter() - started
-        timings = self._transport.push(named_tensors(pl_module.policy), self.policy_version + 1)
+        with _servers_own_words(data):
+            timings = self._transport.push(named_tensors(pl_module.policy), self.policy_version + 1)
         self._pending, self._coming = self._coming, None
         pushed = time.perf_counter()
         if self._pending is not None:
@@ -142,11 +149,24 @@ class WeightSync(pl.Callback):
         proof, self._pending = self._pending, None
         if proof is None:
             return
-        for receipt in proof.settle(compute_dtype(str(trainer.precision), pl_module.dtype_name)):
+        with _servers_own_words(trainer.datamodule):
+            receipts = proof.settle(compute_dtype(str(trainer.precision), pl_module.dtype_name))
+        for receipt in receipts:
             pl_module.contribute({"sync/receipt_error": Mean(receipt.error), "sync/receipt_moved": Mean(receipt.moved)})
 
     def _seconds(self, data: Any) -> float:
         return self.timeout if self.timeout is not None else data.engine.timeout
+
+
+@contextmanager
+def _servers_own_words(data: Any) -> Iterator[None]:
+    """Where the launched server has ended, its log says more than the connection that broke."""
+    try:
+        yield
+    except (SyncError, ServerError) as failure:
+        if not isinstance(failure, ReceiptError):
+            data.sampler.check_alive(patience=LAST_BREATH_S)
+        raise
 
 
 def _policy_logprobs(trainer: pl.Trainer, pl_module: Any, token_ids: Tensor) -> np.ndarray:
