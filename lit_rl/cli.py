@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from lit_rl.capabilities import check_one_rank, check_trainer_flags
 from lit_rl.serve import serve
 from lit_rl.train.callbacks import Staleness, WeightSync
 from lit_rl.train.data import RolloutDataModule
 from lit_rl.train.module import PolicyModule
+from lit_rl.usage import Parser, refusals_of_lightning
 
 all_is_imported()
 
@@ -42,7 +45,7 @@ LIVE = ("logger", "callbacks", "plugins", "profiler", "strategy")
 
 
 class CommandLineTrainer(pl.Trainer):
-    """Lightning's, with a method for the subcommand that Lightning lacks; the command line runs it without a Trainer."""
+    """Lightning's, with a method for the subcommand that Lightning lacks."""
 
     def serve(self, ckpt_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Starts the server that ``fit`` would launch, in this terminal; ``--print`` shows it.
@@ -52,7 +55,7 @@ class CommandLineTrainer(pl.Trainer):
                 ``model.pretrained`` and is given the weights by the trainer.
             weights_only: The same.
         """
-        raise NotImplementedError("`lit-rl serve` runs LitRLCLI.serve in its place")
+        raise NotImplementedError("`lit-rl serve` runs LitRLCLI.serve, without a Trainer")
 
 
 class SaveConfig(SaveConfigCallback):
@@ -102,15 +105,16 @@ class LitRLCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def serve(self, **_: Any) -> None:
-        """What ``lit-rl serve`` runs."""
+        """What ``lit-rl serve`` runs; like ``fit``, it gets what was made of the configuration."""
         config = self.config[self.subcommand]
         serve(self.model, self.datamodule, config["trainer"], words=self.words, show=config["print"])
 
     def before_instantiate_classes(self) -> None:
         """Gives each run a folder of its own below ``trainer.default_root_dir``; loggers without one write there."""
         trainer = self.config[self.config.subcommand]["trainer"]
-        if self.subcommand == "serve":
-            trainer.update(dict.fromkeys(LIVE))
+        if self.subcommand == "serve":  # it has no run, and no objects of a Trainer
+            for name in LIVE:
+                trainer[name] = None
             return
         root = Path(trainer.get("default_root_dir") or "runs")
         folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -127,7 +131,10 @@ class LitRLCLI(LightningCLI):
         trainer = self._get(self.config_init, "trainer", default={})
         if trainer.get("max_steps", -1) != -1:
             kwargs["max_epochs"] = -1  # max_steps wins where it is set
-        created = super().instantiate_trainer(**OURS, **kwargs)
+        check_trainer_flags(trainer, gpus=CUDAAccelerator.auto_device_count())
+        with refusals_of_lightning(trainer):
+            created = super().instantiate_trainer(**OURS, **kwargs)
+        check_one_rank(created)
         ENDING.step = lambda: created.global_step
         return created
 
@@ -142,9 +149,11 @@ def main(args: list[str] | None = None) -> None:
             RolloutDataModule,
             save_config_callback=SaveConfig,
             trainer_class=CommandLineTrainer,
+            parser_class=Parser,
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=42,
             auto_configure_optimizers=False,
-            parser_kwargs={"fit": {"description": "Train a policy."}},
+            # the parser in front of the subcommands would take --print for a short form of its --print_config
+            parser_kwargs={"prog": "lit-rl", "allow_abbrev": False, "fit": {"description": "Train a policy."}},
             args=args,
         )

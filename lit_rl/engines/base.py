@@ -24,11 +24,14 @@ class EngineNeeds:
         longest_prompt: Tokens of the longest prompt.
         max_completion_length: Generated tokens of a rollout.
         max_logprobs: Candidates per token that the objective asks for; 0 = only the sampled token's.
-        device: What the engine runs on.
+        device: What trainer and engine run on.
         trust_remote_code: Whether code shipped with the checkpoint may run.
         run_dir: The run's folder; logs go there.
         seed: Of what a launched engine draws by itself.
         revision: Of the checkpoint on the hub, where the user gave one.
+        trainer_devices: Places, in ``visible_devices``, of the GPUs that the trainer uses.
+        visible_devices: Names of the GPUs that this run may use (see ``engines/gpus.py``); None where the engine may
+            be meant for another machine.
     """
 
     model: str
@@ -42,6 +45,8 @@ class EngineNeeds:
     run_dir: Path
     seed: int = 0
     revision: str | None = None
+    trainer_devices: tuple[int, ...] = ()
+    visible_devices: tuple[str, ...] | None = None
 
     @property
     def max_model_len(self) -> int:

