@@ -5,12 +5,19 @@ Checks are plain functions over what the user gave; they run before anything is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lit_rl.settings import require
 
 TRAINER_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "16-true": "float16", "bf16-mixed": "bfloat16"}
 """Compute dtype of each ``trainer.precision``; ``32-true`` keeps the dtype of the weights."""
+
+SHORT_PRECISIONS = {"None": "32-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+"""Other ways to write ``trainer.precision``, and what a Trainer makes of them."""
+
+ONE_RANK = "this version trains on one device"
 
 
 def check_module(module: Any) -> None:
@@ -43,21 +50,54 @@ def check_data(data: Any) -> None:
     require("trainer.accumulate_grad_batches", accumulate, accumulate >= 1, "give 1 or more micro-batches per step")
 
 
+def check_trainer_flags(flags: Mapping[str, Any], gpus: int) -> None:
+    """What a Trainer would refuse in its own words or, worse, replace with a warning; before it is made.
+
+    Args:
+        flags: The Trainer's options as given.
+        gpus: CUDA devices that torch sees.
+    """
+    accelerator = flags.get("accelerator", "auto")
+    if isinstance(accelerator, str):
+        known = ("auto", "cpu", "gpu", "cuda")
+        require("trainer.accelerator", accelerator, accelerator in known, f"give one of {', '.join(known)}")
+        require(
+            "trainer.accelerator",
+            accelerator,
+            gpus > 0 or accelerator in ("auto", "cpu"),
+            "torch sees no CUDA GPU here (nvidia-smi and CUDA_VISIBLE_DEVICES say more); give cpu, or auto",
+        )
+    _check_precision(str(flags.get("precision")))
+    strategy = flags.get("strategy", "auto")
+    if isinstance(strategy, str):
+        require("trainer.strategy", strategy, strategy in ("auto", "single_device"), f"{ONE_RANK}; give auto")
+
+
+def check_checkpoint_path(path: Any) -> None:
+    """``ckpt_path``: a file or folder of this machine that is not there, told before anything is loaded."""
+    local = path is not None and "://" not in str(path) and not str(path).startswith("registry")
+    there = not local or str(path) in ("last", "best", "hpc") or Path(path).exists()
+    require("ckpt_path", str(path), there, "there is no such checkpoint; give its path, or last for the latest")
+
+
+def check_one_rank(trainer: Any) -> None:
+    """One device, one process; before a launcher starts more."""
+    for key, value in (("trainer.devices", trainer.num_devices), ("trainer.num_nodes", trainer.num_nodes)):
+        require(key, value, value == 1, f"{ONE_RANK}; give 1")
+    strategy = type(trainer.strategy).__name__
+    require("trainer.strategy", strategy, strategy.startswith("SingleDevice"), f"{ONE_RANK}; give auto")
+
+
+def _check_precision(given: str) -> None:
+    precision = SHORT_PRECISIONS.get(given, given)
+    remedy = f"give one of {', '.join(TRAINER_DTYPES)}; 16-mixed needs a loss scaler, which is not built in"
+    require("trainer.precision", given, precision in TRAINER_DTYPES, remedy)
+
+
 def check_trainer(trainer: Any, module: Any, data: Any) -> None:
     """Combinations of trainer, model and data; called at set-up, before models and servers."""
-    precision = str(trainer.precision)
-    require(
-        "trainer.precision",
-        precision,
-        precision in TRAINER_DTYPES,
-        f"give one of {', '.join(TRAINER_DTYPES)}; 16-mixed needs a loss scaler, which is not built in",
-    )
-    require(
-        "trainer.devices x trainer.num_nodes",
-        trainer.world_size,
-        trainer.world_size == 1,
-        "this version trains on one rank; give trainer.devices: 1 and trainer.num_nodes: 1",
-    )
+    _check_precision(str(trainer.precision))
+    check_one_rank(trainer)
     bounded = trainer.max_steps != -1 or trainer.max_epochs not in (None, -1)
     require(
         "trainer.max_steps",

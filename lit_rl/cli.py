@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lit_rl.capabilities import check_one_rank, check_trainer_flags
+from lit_rl.capabilities import check_checkpoint_path, check_one_rank, check_trainer_flags
 from lit_rl.serve import serve
 from lit_rl.train.callbacks import Staleness, WeightSync
 from lit_rl.train.data import RolloutDataModule
@@ -131,8 +131,9 @@ class LitRLCLI(LightningCLI):
         trainer = self._get(self.config_init, "trainer", default={})
         if trainer.get("max_steps", -1) != -1:
             kwargs["max_epochs"] = -1  # max_steps wins where it is set
+        check_checkpoint_path(self._get(self.config, "ckpt_path"))
         check_trainer_flags(trainer, gpus=CUDAAccelerator.auto_device_count())
-        with refusals_of_lightning(trainer):
+        with refusals_of_lightning(vars(trainer)):
             created = super().instantiate_trainer(**OURS, **kwargs)
         check_one_rank(created)
         ENDING.step = lambda: created.global_step

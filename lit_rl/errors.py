@@ -9,6 +9,10 @@ class LitRLError(Exception):
     """Base of all errors that lit_rl raises on purpose; the command line prints them without a traceback."""
 
 
+class UsageError(LitRLError):
+    """The command line or a configuration file cannot be understood."""
+
+
 class SettingsError(LitRLError):
     """An option has a value that cannot work.
 

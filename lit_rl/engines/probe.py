@@ -79,6 +79,7 @@ def wait_for_server(url: str, timeout: float, progress: Progress | None = None) 
     """Until an external server answers ``/health``: it may still be loading.
 
     Raises:
+        ServerError: something else than vLLM answers.
         ServerUnreachable: it did not within ``timeout`` seconds.
     """
     started = time.monotonic()
@@ -87,6 +88,11 @@ def wait_for_server(url: str, timeout: float, progress: Progress | None = None) 
             http.get(url, "/health", timeout=5.0)
             return
         except (ServerUnreachable, ServerRefused) as cause:
+            if isinstance(cause, ServerRefused) and cause.status < 500:
+                raise ServerError(
+                    f"data.engine.url = {url!r}: what answers there is no vLLM server (/health gives {cause.status}); "
+                    "give the address of one, or let this run start it: data.engine.launch: true"
+                ) from cause
             waited = time.monotonic() - started
             if waited > timeout:
                 raise ServerUnreachable(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants as hub
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_rl.errors import SettingsError
+from lit_rl.policy.checkpoint import LOCATION, require_model
 from lit_rl.policy.checks import dropout_attributes, refuse_unsupported
 from lit_rl.policy.tree_attention.registry import resolve_attention
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_HUB_TIMEOUT_S = 5.0
 
 
 def build_policy(
@@ -66,7 +63,7 @@ def build_policy(
             trust_remote_code=trust_remote_code,
             **extra,
         )
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, SafetensorError) as cause:
         raise SettingsError("model.pretrained", pretrained, f"it cannot be loaded: {cause}") from cause
     model.to(place)
     return prepare_policy(model, gradient_checkpointing=gradient_checkpointing, disable_dropout=disable_dropout)
@@ -140,45 +137,9 @@ def _dtype(name: str) -> torch.dtype | str:
 
 def _load_config(pretrained: str, trust_remote_code: bool, extra: dict[str, Any]) -> PretrainedConfig:
     """The checkpoint's configuration; decides within seconds that there is none to be had."""
-    folder = Path(pretrained).expanduser()
-    local = folder.exists()
-    if not local and _looks_like_a_path(pretrained):
-        raise SettingsError("model.pretrained", pretrained, "there is no such folder; give an existing one or a hub id")
-    if local and not (folder / "config.json").exists() and "gguf_file" not in extra:
-        raise SettingsError("model.pretrained", pretrained, "this folder holds no config.json; give a model's folder")
-    located: dict[str, Any] = {
-        name: extra[name] for name in ("revision", "cache_dir", "token", "subfolder", "gguf_file") if name in extra
-    }
-    if not local and not _cached(pretrained, located):
-        _require_hub(pretrained)
+    require_model(pretrained, extra)
+    located: dict[str, Any] = {name: extra[name] for name in LOCATION if name in extra}
     try:
         return AutoConfig.from_pretrained(pretrained, trust_remote_code=trust_remote_code, **located)
     except (OSError, ValueError) as cause:
         raise SettingsError("model.pretrained", pretrained, f"its configuration cannot be loaded: {cause}") from cause
-
-
-def _looks_like_a_path(pretrained: str) -> bool:
-    return pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
-
-
-def _cached(pretrained: str, located: dict[str, Any]) -> bool:
-    try:
-        PretrainedConfig.get_config_dict(pretrained, local_files_only=True, **located)
-    except OSError:
-        return False
-    return True
-
-
-def _require_hub(pretrained: str) -> None:
-    """Asks the hub once: its client would go on trying for half a minute before it says the same."""
-    remedy = "it is no folder here and the model hub {}; give the path of a folder that holds the model"
-    if hub.HF_HUB_OFFLINE:
-        raise SettingsError("model.pretrained", pretrained, remedy.format("is switched off (HF_HUB_OFFLINE)"))
-    request = urllib.request.Request(f"{hub.ENDPOINT}/api/models/{pretrained}", method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return  # it answers; what it says about this model is the client's business
-    except OSError as cause:
-        unreachable = f"at {hub.ENDPOINT} cannot be reached ({cause})"
-        raise SettingsError("model.pretrained", pretrained, remedy.format(unreachable)) from cause

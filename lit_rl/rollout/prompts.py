@@ -168,7 +168,10 @@ def check_dataset(dataset: Any, key: str = "data.train") -> None:
     if clash:
         raise DataError(f"{key} has the columns {clash}, which reward functions get from lit_rl; rename them")
     for index in range(min(len(dataset), _CHECKED_ROWS)):  # the rest is checked when it is drawn
-        read_content(dataset[index].get("prompt"), index)
+        try:
+            read_content(dataset[index].get("prompt"), index)
+        except DataError as cause:
+            raise DataError(f"{key}: {cause}") from cause
 
 
 def dataset_fingerprint(dataset: Rows) -> str:
@@ -189,8 +192,8 @@ def _batches(dataset: Rows) -> Iterator[list[PromptContent]]:
 def _templated(tokenizer: Any, chats: list[list[Message]], kwargs: Mapping[str, Any]) -> list[list[int]]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(
-            "the prompts are message lists, but the tokenizer has no chat template; use a tokenizer with one, or give "
-            "plain-text prompts"
+            "the prompts are message lists, but the tokenizer has no chat template; give one that has as "
+            "model.tokenizer, or plain-text prompts"
         )
     import jinja2
 

@@ -86,6 +86,11 @@ class PolicyModule(pl.LightningModule):
         self._stats: Stats = {}
         check_module(self)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the policy is an object that the user made, and no checkpoint."""
+        return self._given_model is not None
+
     # ---- construction -------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[pl.Callback]:
