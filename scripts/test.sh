@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that is checked: lint, format, types, tests with fakes at the process borders, tests with a real vLLM.
+# Everything that is checked: lint, format, types, tests with fakes at the process borders, the pins for machines with
+# GPUs, tests with a real vLLM.
 #
-#   scripts/test.sh [--fast]      --fast leaves out the tests with a real server
+#   scripts/test.sh [--fast]      --fast leaves out the pins and the tests with a real server
 #
 # Goes through all stages and fails at the end if one of them failed. Temporary files go where TMPDIR says.
 set -euo pipefail
@@ -39,6 +40,7 @@ stage "mypy" "$python" -m mypy
 # Many small tensors and several processes on few cores: more threads would only wait for each other.
 stage "unit and process tests" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not integration"
 if [[ $# -eq 0 ]]; then
+    stage "pins for GPUs" "$python" scripts/resolve_pins.py
     stage "the quickstart's model" "$python" scripts/prepare_model.py
     # as `lit-rl` sets it: threads that spin would keep the server from the cores
     stage "integration tests" env OMP_WAIT_POLICY=PASSIVE LIT_RL_TEST_MODEL="$PWD/models/SmolLM2-135M-Instruct" "$python" -m pytest -m integration

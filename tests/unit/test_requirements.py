@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts.resolve_pins import misfits
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -54,3 +56,25 @@ def test_the_test_tools_replace_no_package_of_the_environment(device: str) -> No
 
 def test_the_cpu_environment_has_no_torchvision_which_breaks_beside_a_cpu_torch() -> None:
     assert pins("requirements-cpu.txt").keys() & {"torchvision", "torchaudio", "torchcodec"} == set()
+
+
+def test_pins_that_do_not_fit_each_other_are_found() -> None:
+    needs = [
+        "torch>=2.13 ; platform_system == 'Linux'",
+        "Numpy<3",
+        "pywin32 ; sys_platform == 'win32'",
+        "tool; extra == 'x'",
+    ]
+    report = {
+        "environment": {"platform_system": "Linux", "sys_platform": "linux"},
+        "install": [
+            {"metadata": {"name": "Vllm", "version": "0.32.0", "requires_dist": [*needs, "yaml-things"]}},
+            {"metadata": {"name": "torch", "version": "2.12.0"}},
+            {"metadata": {"name": "numpy", "version": "2.3.5"}},
+        ],
+    }
+
+    assert misfits(report) == [
+        "Vllm needs torch>=2.13 ; platform_system == 'Linux', pinned is 2.12.0",
+        "Vllm needs yaml-things, pinned is none",
+    ]
