@@ -13,9 +13,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
-from lightning.pytorch.accelerators import CUDAAccelerator
 
-from lit_rl.capabilities import TRAINER_DTYPES
+from lit_rl.capabilities import SHORT_PRECISIONS, check_trainer_flags
 from lit_rl.engines.gpus import visible_gpus
 from lit_rl.engines.installed import obstacle_to_serving
 from lit_rl.engines.plan import ServerPlan
@@ -25,9 +24,6 @@ from lit_rl.errors import ServerError, SettingsError
 from lit_rl.settings import require
 from lit_rl.train.data import RolloutDataModule
 from lit_rl.train.module import PolicyModule
-
-LONG_PRECISIONS = {"None": "32-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""``trainer.precision`` as it may be written, and as a Trainer calls it; other values are long already."""
 
 
 def serve(
@@ -72,14 +68,13 @@ def server_plan(module: PolicyModule, data: RolloutDataModule, trainer: Mapping[
     require("data.engine.urls", engine.urls, engine.urls is None, "serve starts one server; give data.engine.url")
     url = engine.url or DEFAULT_URL
     require("data.engine.url", url, urlsplit(url).scheme == "http", "the server speaks plain http")
-    precision = LONG_PRECISIONS.get(str(trainer["precision"]), str(trainer["precision"]))
-    require("trainer.precision", precision, precision in TRAINER_DTYPES, f"give one of {', '.join(TRAINER_DTYPES)}")
-    device = trainer_device(trainer["accelerator"])
+    check_trainer_flags(trainer, gpus=1)  # the trainer's GPU may be another machine's
+    precision, device = str(trainer["precision"]), trainer_device(trainer["accelerator"])
     trainer_devices, visible_devices = _gpus(engine, device, trainer["devices"])
     data.load_prompts(module)
     needs = data.engine_needs(
         module,
-        precision=precision,
+        precision=SHORT_PRECISIONS.get(precision, precision),
         device=device,
         trainer_devices=trainer_devices,
         visible_devices=visible_devices,
@@ -90,15 +85,10 @@ def server_plan(module: PolicyModule, data: RolloutDataModule, trainer: Mapping[
 
 def trainer_device(accelerator: Any) -> Literal["cpu", "cuda"]:
     """What ``trainer.accelerator`` means: ``auto`` is a GPU where torch sees one."""
-    names: dict[Any, Literal["cpu", "cuda"]] = {
-        "auto": "cuda" if torch.cuda.is_available() else "cpu",
-        "gpu": "cuda",
-        "cuda": "cuda",
-        "cpu": "cpu",
-    }
-    if accelerator not in names:
-        raise SettingsError("trainer.accelerator", accelerator, f"give one of {', '.join(names)}")
-    return names[accelerator]
+    if not isinstance(accelerator, str):
+        raise SettingsError("trainer.accelerator", accelerator, "serve takes auto, cpu, gpu or cuda, not an object")
+    on_cuda = torch.cuda.is_available() if accelerator == "auto" else accelerator != "cpu"
+    return "cuda" if on_cuda else "cpu"
 
 
 def _gpus(engine: VLLMServer, device: str, devices: Any) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
@@ -110,8 +100,20 @@ def _gpus(engine: VLLMServer, device: str, devices: Any) -> tuple[tuple[int, ...
     visible = visible_gpus(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if device == "cpu" or engine.devices is not None or len(visible) < 2:
         return (), visible if engine.devices is not None and visible else None
-    taken = CUDAAccelerator.parse_devices(-1 if devices == "auto" else devices) or []
-    return (tuple(taken), visible) if len(taken) < len(visible) else ((), None)
+    taken = _taken(devices, len(visible))
+    return (tuple(taken), visible) if set(range(len(visible))) - set(taken) else ((), None)
+
+
+def _taken(devices: Any, count: int) -> list[int]:
+    """Places of the trainer's GPUs: ``trainer.devices`` 2 or "2" are the first two, [3] or "3," is the fourth."""
+    if devices in ("auto", "-1", -1):
+        return list(range(count))
+    try:
+        if isinstance(devices, str) and "," in devices:
+            devices = [int(place) for place in devices.split(",") if place.strip()]
+        return devices if isinstance(devices, list) else list(range(int(devices)))
+    except ValueError as cause:
+        raise SettingsError("trainer.devices", devices, "give a number of GPUs, or a list of their places") from cause
 
 
 def fit_line(words: Sequence[str], url: str, engine: Any) -> str:

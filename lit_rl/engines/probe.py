@@ -135,9 +135,13 @@ def _version(url: str) -> str:
 
 
 def _has_generate_route(url: str) -> bool:
-    """An empty request is malformed where the route is there (400), forbidden or unknown where it is not."""
+    """A request for no tokens is malformed where the route is there (400), forbidden or unknown where it is not.
+
+    Of the malformed requests this is one that vLLM logs in a single line.
+    """
     try:
-        http.post(url, "/inference/v1/generate", {}, timeout=ASK_S)
+        nothing = {"token_ids": [1], "sampling_params": {"max_tokens": 0}}
+        http.post(url, "/inference/v1/generate", nothing, timeout=ASK_S)
     except ServerRefused as refusal:
         return refusal.status in (400, 422)
     return True
@@ -165,16 +169,24 @@ def _facts_of(config: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def require_usable(facts: ServerFacts, needs: ServerNeeds) -> None:
+def require_usable(facts: ServerFacts, needs: ServerNeeds, launched_with: tuple[str, ...] | None = None) -> None:
     """Refuses a server that cannot do what the run needs, all its defects in one message; warns of another dtype.
+
+    Args:
+        facts: What it says of itself.
+        needs: What the run wants of it.
+        launched_with: The user's own options of a server that the run started: all else about it is derived.
 
     Raises:
         SettingsError: names what is wrong and how to start the server.
     """
     defects = server_defects(facts, needs)
+    if defects and launched_with is not None:
+        undo = "without an option of yours the derived one holds"
+        raise SettingsError("data.engine.extra_args", list(launched_with), "; ".join([*defects, undo]))
     if defects:
-        help = "`lit-rl serve --print`, with this run's configuration, shows a command line that has all it needs"
-        raise SettingsError("data.engine.url", facts.url, "; ".join([*defects, help]))
+        show = "`lit-rl serve --print`, with this run's configuration, shows a command line that has all it needs"
+        raise SettingsError("data.engine.url", facts.url, "; ".join([*defects, show]))
     if needs.dtype is not None and facts.dtype != needs.dtype:
         warnings.warn(
             f"the server at {facts.url} computes in {facts.dtype}, the trainer in {needs.dtype}, so their log-probs "

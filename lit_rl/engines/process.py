@@ -21,7 +21,7 @@ GRACE_S = 10.0
 POLL_S = 0.25
 LAST_LINES = 20
 NOISE = re.compile(
-    r"nanobind|leaked (instance|type|function)|skipped remainder|resource_tracker|^\s*warnings\.warn|Route: /"
+    r"^\s+\[-|nanobind|leaked (instance|type|function)|skipped remainder|resource_tracker|^\s*warnings\.warn|Route: /"
 )
 """Lines at the end of every log that say nothing about why a server ended."""
 

@@ -173,7 +173,7 @@ class VLLMRun(RunningEngine):
             tokens=self.needs.max_model_len,
             trainer_device=self.needs.device,
         )
-        require_usable(facts, wanted)
+        require_usable(facts, wanted, self.engine.extra_args if self.process is not None else None)
         return facts
 
     def _endpoint(self) -> EndpointSpec:

@@ -337,6 +337,8 @@ class FakeServer:
         if model not in (None, self.model_name):
             return _error(404, f"The model `{model}` does not exist.", "NotFoundError")
         prompt, wanted = call.prompt_ids, call.sampling.get("max_tokens") or 16
+        if call.sampling.get("max_tokens") == 0:
+            return _error(400, "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)")
         if not prompt:
             return _error(400, "Either prompt or prompt_embeds must be provided and non-empty.")
         if call.route == COMPLETIONS and len(prompt) + wanted > self.max_model_len or len(prompt) >= self.max_model_len:

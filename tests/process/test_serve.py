@@ -69,6 +69,7 @@ def test_a_server_for_cuda_is_planned_where_there_is_no_gpu(tiny_model: str, mon
         (2, None, VLLMServer(), 1, "1"),  # beside a trainer on GPU 0
         (2, "4,6", VLLMServer(), "1", "6"),
         (3, None, VLLMServer(), [0, 1], "2"),
+        (3, None, VLLMServer(), "1,", "0"),
         (1, None, VLLMServer(), 1, None),  # the trainer must be elsewhere: all that is here
         (2, None, VLLMServer(), "auto", None),
         (0, None, VLLMServer(launch=True, devices=(2, 3)), 1, "2,3"),  # for another machine
@@ -108,12 +109,14 @@ def test_auto_is_a_gpu_where_torch_sees_one(tiny_model: str, monkeypatch: pytest
         (VLLMServer(url="https://a"), {}, r"data\.engine\.url = 'https://a'.*plain http"),
         (VLLMServer(), {"precision": "16-mixed"}, r"trainer\.precision = '16-mixed'"),
         (VLLMServer(), {"accelerator": "tpu"}, r"trainer\.accelerator = 'tpu': give one of"),
+        (VLLMServer(), {"accelerator": "gpu", "devices": "two"}, r"trainer\.devices = 'two': give a number of GPUs"),
         (VLLMServer(launch=True, devices=(1,)), {}, r"data\.engine\.devices = \[1\].*run on CPU"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
-    tiny_model: str, engine: VLLMServer, flags: dict[str, Any], words: str
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, engine: VLLMServer, flags: dict[str, Any], words: str
 ) -> None:
+    gpus(monkeypatch, 2)
     with pytest.raises(SettingsError, match=words):
         planned(tiny_model, engine, **flags)
 

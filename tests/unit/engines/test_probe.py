@@ -63,6 +63,14 @@ def test_all_defects_come_in_one_message_which_ends_with_the_command_that_shows_
     assert re.match(found, str(caught.value))
 
 
+def test_a_launched_server_is_spoilt_by_the_users_own_options_only() -> None:
+    bad = replace(GOOD, logprobs_mode="raw_logprobs")
+    own = ("--logprobs-mode", "raw_logprobs")
+
+    with pytest.raises(SettingsError, match=r"data\.engine\.extra_args = \['--logprobs-mode', .*derived one holds"):
+        require_usable(bad, NEEDS, own)
+
+
 CUDA_SERVER = replace(GOOD, device="cuda", weight_transfer_backend="nccl")
 
 
