@@ -68,6 +68,8 @@ def check_trainer_flags(flags: Mapping[str, Any], gpus: int) -> None:
             "torch sees no CUDA GPU here (nvidia-smi and CUDA_VISIBLE_DEVICES say more); give cpu, or auto",
         )
     _check_precision(str(flags.get("precision")))
+    devices = flags.get("devices", "auto")
+    require("trainer.devices", devices, str(devices) not in ("0", "[]"), f"{ONE_RANK}; give 1")
     strategy = flags.get("strategy", "auto")
     if isinstance(strategy, str):
         require("trainer.strategy", strategy, strategy in ("auto", "single_device"), f"{ONE_RANK}; give auto")

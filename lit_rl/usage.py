@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import importlib
@@ -35,7 +34,7 @@ WORDING = (
 )
 """The parser's ways of saying something, and plainer ones."""
 
-NOISE = re.compile(r"Expected a path but .* either not accessible|Subclasses are disabled|^\s*$|^\s*Subtypes: ")
+NOISE = re.compile(r"Expected path but .* either not accessible|Subclasses are disabled|^\s*$|^\s*Subtypes: ")
 """Lines on ways of reading a value that nobody had in mind."""
 
 
@@ -61,8 +60,9 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:  # one of the parsers inside, whose error the outer one words
             super().error(message, ex)
         said, hint = readable(message), suggestion(message, names_of(self))
-        for target, source in self._homes.items():
-            said = said.replace(f"{target}:", f"{source}:")
+        for parser in all_of(self):
+            for target, source in parser._homes.items():
+                said = said.replace(f"{target}:", f"{source}:")
         raise UsageError("\n".join([said, *hint, "`lit-rl fit --help` lists every key"])) from ex
 
 
@@ -89,16 +89,19 @@ def suggestion(message: str, options: set[str]) -> list[str]:
     return [f"{name} has {', '.join(importlib.import_module(name).__all__)}" for name in modules]
 
 
-def names_of(parser: argparse.ArgumentParser) -> set[str]:
-    """Its options and subcommands, and those of its subcommands."""
-    found: set[str] = set()
+def names_of(parser: Parser) -> set[str]:
+    """Its options and subcommands, and the options of those."""
+    actions = [action for one in all_of(parser) for action in one._actions]
+    commands = [action.choices for action in actions if isinstance(action.choices, Mapping)]
+    return {action.dest for action in actions}.union(*commands)
+
+
+def all_of(parser: Parser) -> Iterator[Parser]:
+    """A parser and those of its subcommands."""
+    yield parser
     for action in parser._actions:
-        found.add(action.dest)
         if isinstance(action.choices, Mapping):
-            found.update(action.choices)
-            for choice in action.choices.values():
-                found |= names_of(choice)
-    return found
+            yield from action.choices.values()
 
 
 def names_in(class_path: str) -> set[str]:
@@ -122,7 +125,7 @@ def refusals_of_lightning(flags: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (MisconfigurationException, ValueError, TypeError, ImportError) as cause:
-        meant = [name for name in flags if re.search(rf"\b{name}\b", str(cause))] or ["trainer"]
-        first = meant[0]
-        key, value = ("trainer", dict(flags)) if first == "trainer" else (f"trainer.{first}", flags[first])
-        raise SettingsError(key, value, f"Lightning's Trainer refuses it: {cause}") from cause
+        said = str(cause)
+        meant = [name for end in ("=", r"\b") for name in flags if re.search(rf"\b{name}{end}", said)]
+        key, value = (f"trainer.{meant[0]}", flags[meant[0]]) if meant else ("trainer", dict(flags))
+        raise SettingsError(key, value, f"Lightning's Trainer refuses it: {said}") from cause

@@ -63,23 +63,24 @@ class ChildPlan:
             check_dataset(rows, f"data.eval.{name}")
         check_picklable(self.rewards)
         load_rewards(self.rewards)
-        loop_class = self.loop_class()
+        loop_class = import_loop(self.loop)
         if not self.rewards and loop_class is RolloutLoop:
             remedy = "nothing would score a rollout; give a reward function, or a loop that sets Rollout.reward"
             raise SettingsError("data.rewards", self.rewards, remedy)
 
-    def loop_class(self) -> type[RolloutLoop]:
-        """The loop to run; raises SettingsError if it is none, or not one that another process can import."""
-        from lit_rl.rollout.loop import RolloutLoop
-        from lit_rl.rollout.reward_functions import import_object
 
-        found = import_object(self.loop, "data.loop") if isinstance(self.loop, str) else self.loop or RolloutLoop
-        if not isinstance(found, type) or not issubclass(found, RolloutLoop):
-            raise SettingsError("data.loop", self.loop, "give a subclass of lit_rl.RolloutLoop, or its import path")
-        if "<locals>" in found.__qualname__:
-            remedy = "the loop is built in another process, which cannot import a class defined inside a function"
-            raise SettingsError("data.loop", found.__qualname__, remedy)
-        return found
+def import_loop(loop: str | type[RolloutLoop] | None) -> type[RolloutLoop]:
+    """The loop to run; raises SettingsError if it is none, or not one that another process can import."""
+    from lit_rl.rollout.loop import RolloutLoop
+    from lit_rl.rollout.reward_functions import import_object
+
+    found = import_object(loop, "data.loop") if isinstance(loop, str) else loop or RolloutLoop
+    if not isinstance(found, type) or not issubclass(found, RolloutLoop):
+        raise SettingsError("data.loop", loop, "give a subclass of lit_rl.RolloutLoop, or its import path")
+    if "<locals>" in found.__qualname__:
+        remedy = "the loop is built in another process, which cannot import a class defined inside a function"
+        raise SettingsError("data.loop", found.__qualname__, remedy)
+    return found
 
 
 def run_child(payload: bytes, ends: ChildEnds) -> None:
@@ -163,7 +164,7 @@ def _build(plan: ChildPlan, ends: ChildEnds, sender: Sender) -> RolloutLoop:
         eos_token_ids=frozenset(plan.eos_token_ids),
         evals=plan.evals,
     )
-    return plan.loop_class()(settings, tokenizer, parts)
+    return import_loop(plan.loop)(settings, tokenizer, parts)
 
 
 class Sender:

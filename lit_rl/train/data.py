@@ -19,6 +19,7 @@ from lit_rl.errors import SettingsError
 from lit_rl.packing.planner import FixedCountPlanner, Planner, TokenBudgetPlanner
 from lit_rl.rollout.handle import RolloutHandle
 from lit_rl.rollout.ledger import Ledger
+from lit_rl.rollout.process import import_loop
 from lit_rl.rollout.prompts import check_dataset, dataset_fingerprint, encode_prompt, longest_prompt
 from lit_rl.rollout.reward_functions import check_picklable, load_rewards
 from lit_rl.settings import DatasetFunction, DatasetSpec, EndpointSpec, Reward, RolloutSettings, Sampling
@@ -123,6 +124,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in self.rewards]
         check_picklable(self._rewards)
         load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
+        import_loop(self.loop)
         self.load_prompts(module)
         # the rollout process loads the very same one, whatever revision or pad token it has
         self._tokenizer_folder = str(_made(Path(trainer.default_root_dir) / "tokenizer"))
@@ -356,9 +358,7 @@ def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:
     name, key = module.tokenizer_name, "model.tokenizer"
     require_files(name, key, files={"tokenizer": ("*token*", "*vocab*", "*.model")})
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=module.trust_remote_code, **_revision(module)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=module.trust_remote_code, **_revision(module))
     except (OSError, ValueError) as cause:
         raise SettingsError(key, name, f"no tokenizer could be loaded from it: {cause}") from cause
     if tokenizer.pad_token is None:

@@ -47,6 +47,9 @@ def cpu_attention(
             f"the CPU kernel needs keys ({key.shape[-1]}) and values ({value.shape[-1]}) of one width; "
             "use model.attention=reference",
         )
+    if torch.is_autocast_enabled("cpu"):  # rotated queries and keys are float32 there, values are not
+        lower = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     window, dtype = plan.binding(sliding_window), query.dtype
     calls = plan.derived(("cascade", window, dtype), lambda: blocks(plan, window, dtype))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
