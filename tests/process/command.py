@@ -91,9 +91,10 @@ def _main(args: list[str], mark: str, out: Path, err: Path) -> None:
     os.environ[MARK] = mark
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["lit-rl", *args]
     from lit_rl.cli import main
 
-    main(args)
+    main()
 
 
 def _run(start: Callable[[str, Path, Path], Callable[[float], int | None]], folder: Path, limit: float) -> Ended:

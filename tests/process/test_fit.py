@@ -87,6 +87,12 @@ def test_fresh_samples_have_ratio_one_at_any_temperature(tiny_model, tmp_path):
         assert float(row["sampling/sampling_logp_difference/max"]) < 1e-3
 
 
+def test_mixed_precision_trains_on_cpu(tiny_model, tmp_path):
+    trainer, _, _ = fit(tiny_model, tmp_path, steps=1, trainer={"precision": "bf16-mixed"})
+    assert trainer.global_step == 1
+    assert trainer.lightning_module.policy.dtype == torch.float32
+
+
 # A model of 64 dimensions moves a thousand times less per step than a real one, so these take a larger rate; the real
 # model at 1e-6 is in tests/integration/test_real_server.py.
 

@@ -136,3 +136,13 @@ def test_auto_means_the_cascade_on_cpu_and_the_dense_mask_elsewhere() -> None:
         resolve_attention("flash", "cpu")
     with pytest.raises(SettingsError, match="runs on CPU only"):
         resolve_attention("cpu", "cuda")
+
+
+def test_under_autocast_rotated_queries_and_keys_are_brought_to_the_type_of_the_values() -> None:
+    plan = TreePlan(pack([sample([1, 2, 4, 5]), sample([1, 2, 3])]).tree)
+    query, key, value = (tensor.detach().float() for tensor in operands(5))
+    exact, _ = reference_attention(nn.Module(), query, key, value, None, tree=plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = cpu_attention(nn.Module(), query, key, value.bfloat16(), None, tree=plan)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, atol=3e-2, rtol=0)
