@@ -3,8 +3,8 @@
     python scripts/bench/packing.py
 
 Each case is one row: samples are offered to a planner with a token budget, and the row comes out as tensors. Medians of
-warm repeats, both sides in this process, turn by turn. ``linear`` is the time for each unique token of a row of a
-million tokens over that of a row of 125 thousand.
+warm repeats, first of one side, then of the other, in this process. ``linear`` is the time for each unique token of a
+row of a million tokens over that of a row of 131 thousand.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from trl.experimental.async_grpo.packing import TreeRow
 
 from lit_rl.packing.planner import TokenBudgetPlanner, Verdict
 from lit_rl.tensors import PackedRow
+from lit_rl.train.allocator import keep_freed_memory
 from lit_rl.types import Sample, Sequence
 
-REPEATS = 9
+REPEATS = 15
 TIMES_FASTER = 30.0
 MOST_UNLINEAR = 1.5
 VOCABULARY = 50_000
@@ -91,20 +92,25 @@ def for_trl(sample: Sample) -> dict:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Median of warm repeats."""
+    work()
     gc.collect()
+    return statistics.median(_once(work) for _ in range(REPEATS))
+
+
+def _once(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def compare(samples: list[Sample]) -> tuple[float, float, PackedRow]:
-    """Median seconds of ours and theirs, and our row."""
+    """Seconds of ours and theirs, and our row."""
     budget = sum(len(sample.sequence.token_ids) for sample in samples)
     same = [for_trl(sample) for sample in samples]
-    row, packed = ours(samples, budget), theirs(same, budget)  # warms both, and both must hold the same
-    assert len(row.terms) == len(packed["token_index"])
-    times = [(seconds(lambda: ours(samples, budget)), seconds(lambda: theirs(same, budget))) for _ in range(REPEATS)]
-    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), row
+    row, packed = ours(samples, budget), theirs(same, budget)
+    assert len(row.terms) == len(packed["token_index"])  # both hold the same
+    return seconds(lambda: ours(samples, budget)), seconds(lambda: theirs(same, budget)), row
 
 
 def per_token(tokens: int) -> float:
@@ -112,11 +118,12 @@ def per_token(tokens: int) -> float:
     samples = groups(tokens // 16_384, 8, 2_048, 1_792)  # 16,384 unique tokens a group
     budget = 2 * tokens
     unique = ours(samples, budget).tree.num_tokens
-    return statistics.median(seconds(lambda: ours(samples, budget)) for _ in range(REPEATS)) / unique
+    return seconds(lambda: ours(samples, budget)) / unique
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as in a trainer
     cases = {}
     for name, samples in CASES.items():
         mine, other, row = compare(samples)
