@@ -40,13 +40,8 @@ def serve(
     """
     with contextlib.redirect_stdout(sys.stderr):  # whatever a dataset's function may print
         plan = server_plan(module, data, trainer)
-    device = trainer_device(trainer["accelerator"])
     if not show:
-        obstacle = obstacle_to_serving(device)
-        if obstacle is not None:
-            raise ServerError(
-                f"no server can be started here: {obstacle}; `lit-rl serve --print` shows its command line"
-            )
+        _require_servable(trainer_device(trainer["accelerator"]))
         require_free(plan.url)
     says = f"The server will answer at {plan.url}. Train against it with\n  {fit_line(words, plan.url, data.engine)}\n"
     print(says, file=sys.stderr, flush=True)
@@ -54,6 +49,14 @@ def serve(
         print(plan.shell(), flush=True)
     else:
         os.execvpe(plan.command[0], plan.command, plan.environment(os.environ))
+
+
+def _require_servable(device: Literal["cpu", "cuda"]) -> None:
+    obstacle = obstacle_to_serving(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        obstacle = "torch sees no CUDA GPU (nvidia-smi and CUDA_VISIBLE_DEVICES say more)"
+    if obstacle is not None:
+        raise ServerError(f"no server can be started here: {obstacle}; `lit-rl serve --print` shows its command line")
 
 
 def server_plan(module: PolicyModule, data: RolloutDataModule, trainer: Mapping[str, Any]) -> ServerPlan:

@@ -185,6 +185,18 @@ def test_a_port_in_use_is_named(config: Path, capsys: pytest.CaptureFixture[str]
     assert f"data.engine.url = '{url}'" in capsys.readouterr().err
 
 
+def test_a_server_for_cuda_is_not_started_where_there_is_no_gpu(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(monkeypatch, 0)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--config", str(config), "--trainer.accelerator", "gpu"])
+
+    assert end.value.code == 1
+    words = "no server can be started here: torch sees no CUDA GPU"
+    assert words in capsys.readouterr().err
+
+
 def test_an_unknown_key_is_refused_as_in_fit(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "--config", str(config), "--data.engine.init_args.port", "1"])
