@@ -12,9 +12,11 @@ from lit_rl.ending import Ending, without_traceback
 
 all_is_imported = without_traceback()  # a Ctrl-C meanwhile: the imports take seconds
 
+import contextlib
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,12 @@ class LitRLCLI(LightningCLI):
             if args is not None and args.get("save_dir", "") in (None, ".", ""):
                 args["save_dir"] = str(folder)
 
+    def before_fit(self) -> None:
+        """What is wrong is told before a logger opens a run."""
+        self.datamodule.check(self.trainer, self.model)
+
+    before_validate = before_fit
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         if self.subcommand == "serve":
             return self.trainer_class  # nothing asks it for more than the name of its method
@@ -140,11 +148,23 @@ class LitRLCLI(LightningCLI):
         return created
 
 
+@contextlib.contextmanager
+def wandb_first() -> Iterator[None]:
+    """Ends a failed run's W&B before the message: W&B's farewell would come after it, as the interpreter ends."""
+    try:
+        yield
+    except Exception:
+        wandb = sys.modules.get("wandb")
+        if wandb is not None and wandb.run is not None:
+            wandb.finish(exit_code=1)
+        raise
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry of the ``lit-rl`` command."""
     # said by Lightning's own use of torch, at every step's first batch, and nothing that a user could change
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    with ENDING:
+    with ENDING, wandb_first():
         LitRLCLI(
             PolicyModule,
             RolloutDataModule,

@@ -43,7 +43,7 @@ def require_files(
     if folder.exists():
         _require_in_folder(folder / (extra.get("subfolder") or ""), name, key, {} if "gguf_file" in extra else files)
         return
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise SettingsError(key, name, "there is no such folder; give an existing one or a hub id")
     if not _cached(name, {place: extra[place] for place in LOCATION if place in extra}):
         require_hub(name, key)

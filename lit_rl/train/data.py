@@ -113,6 +113,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.sampler: RunningEngine | None = None
         self._handle: RolloutHandle | None = None
         self._ledger_state: dict[str, Any] | None = None
+        self._is_checked = False
         check_data(self)
 
     # ---- set-up -------------------------------------------------------------------------------------------------
@@ -120,12 +121,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Loads and checks the data, and starts the server where one is to be launched; waits for nothing."""
         trainer, module = self._trainer, self._module
-        check_trainer(trainer, module, self)
-        self._rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in self.rewards]
-        check_picklable(self._rewards)
-        load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
-        import_loop(self.loop)
-        self.load_prompts(module)
+        self.check(trainer, module)
         # the rollout process loads the very same one, whatever revision or pad token it has
         self._tokenizer_folder = str(_made(Path(trainer.default_root_dir) / "tokenizer"))
         self.tokenizer.save_pretrained(self._tokenizer_folder)
@@ -147,6 +143,18 @@ class RolloutDataModule(pl.LightningDataModule):
             run_dir=Path(trainer.default_root_dir),
         )
         self.sampler = self.engine.start(needs)
+
+    def check(self, trainer: pl.Trainer, module: PolicyModule) -> None:
+        """Loads and checks, once, all that needs neither server nor policy: wrong input is told before slow work."""
+        if self._is_checked:
+            return
+        check_trainer(trainer, module, self)
+        self._rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in self.rewards]
+        check_picklable(self._rewards)
+        load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
+        import_loop(self.loop)
+        self.load_prompts(module)
+        self._is_checked = True
 
     def load_prompts(self, module: PolicyModule) -> None:
         """Loads the tokenizer and every dataset, and checks them."""

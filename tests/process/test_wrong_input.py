@@ -61,6 +61,7 @@ def _check(case: Case, result: Ended, words: list[str]) -> None:
     assert [word for word in words if word not in message] == [], result.err
     assert len(result.message) <= LINES, message
     assert "Traceback" not in result.err
+    assert "wandb" not in message  # its farewell comes before
     assert result.seconds < (SLOW_SECONDS if case.slow else SECONDS)
     assert result.left == []
     assert case.slow or "the engine was started" not in result.out

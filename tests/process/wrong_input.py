@@ -406,6 +406,13 @@ CASES = [
     Case("another web server", SERVER, ("data.engine.url", "{url}", "no vLLM server", "address"), another_web_server),
     Case("another model", SERVER, ("data.engine.url", "{url}", "other", "model_name"), served(model_name="other")),
     Case(
+        "another model, with a W&B run open",
+        (*SERVER, "--trainer.logger=WandbLogger", "--trainer.logger.offline=true"),
+        ("data.engine.url", "{url}", "other", "model_name"),
+        served(model_name="other"),
+        slow=True,
+    ),
+    Case(
         "another served name",
         (*SERVER, "--data.engine.model_name=mine"),
         ("data.engine.model_name", "mine", "tiny"),
