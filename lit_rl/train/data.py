@@ -153,6 +153,7 @@ class RolloutDataModule(pl.LightningDataModule):
         check_picklable(self._rewards)
         load_rewards(self._rewards)  # a wrong import path is told here, not by the child a minute later
         import_loop(self.loop)
+        _check_attention(trainer, module)
         self.load_prompts(module)
         self._is_checked = True
 
@@ -356,6 +357,12 @@ def _checked(choice: Any, key: str) -> Any:
     dataset = build_dataset(choice, key)
     check_dataset(dataset, key)
     return dataset
+
+
+def _check_attention(trainer: pl.Trainer, module: PolicyModule) -> None:
+    from lit_rl.policy.tree_attention.registry import resolve_attention
+
+    resolve_attention(module.attention, trainer.strategy.root_device)
 
 
 def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:

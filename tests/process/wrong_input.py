@@ -373,9 +373,6 @@ CASES = [
         ("data.rewards", "by_length", "name"),
     ),
     Case("too few rewards", (f"--data.rewards=[{PARTS}.too_few]",), ("too_few", "1 values", "wanted 4"), slow=True),
-    Case(
-        "one number for all", (f"--data.rewards=[{PARTS}.one_number]",), ("one_number", "0.5", "list of 4"), slow=True
-    ),
     Case("rewards that are words", (f"--data.rewards=[{PARTS}.words]",), ("words", "good", "number"), slow=True),
     Case(
         "reward that raises",

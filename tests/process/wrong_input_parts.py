@@ -60,10 +60,6 @@ def too_few(completions, **columns):
     return [1.0]
 
 
-def one_number(completions, **columns):
-    return 0.5
-
-
 def words(completions, **columns):
     return ["good"] * len(completions)
 
