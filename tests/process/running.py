@@ -53,14 +53,14 @@ class SlowStep(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx + 1 == self.step:
-            print("in the step", file=sys.stderr, flush=True)
+            print("now", file=sys.stderr, flush=True)
             end = time.monotonic() + self.seconds
             while time.monotonic() < end:
                 torch.ones(300, 300) @ torch.ones(300, 300)
 
 
 class Raises(pl.Callback):
-    """A user's callback with a mistake.
+    """A user's callback with a mistake; it says when it makes it.
 
     Args:
         hooks: The hooks that raise.
@@ -71,6 +71,7 @@ class Raises(pl.Callback):
             setattr(self, hook, partial(self._raise, hook))
 
     def _raise(self, hook: str, *_: Any, **__: Any) -> None:
+        print("now", file=sys.stderr, flush=True)
         raise ZeroDivisionError(f"my {hook}")
 
 
@@ -200,8 +201,9 @@ class Run:
         if forked:
             process = FORKING.Process(target=_main, args=(args, environment, self.folder))
             process.start()
-            self._join, self._code = process.join, lambda: process.exitcode
             assert process.pid is not None
+            self._join: Callable[[float], object] = process.join
+            self._code: Callable[[], int | None] = partial(getattr, process, "exitcode")
             self.pid = process.pid
         else:
             with self._err.open("wb") as err, (self.folder / "stdout").open("wb") as out:
@@ -212,7 +214,7 @@ class Run:
                     stdout=out,
                     stderr=err,
                 )
-            self._join, self._code = lambda limit: _wait(popen, limit), popen.poll
+            self._join, self._code = partial(_wait, popen), popen.poll
             self.pid = popen.pid
 
     def __enter__(self) -> Self:

@@ -33,15 +33,19 @@ REWARDS = "tests.process.rewards_of_tests"
 class Moment:
     """When it happens.
 
+    A run that waits in the middle of a step, or fails by itself, says "now".
+
     Attributes:
         come: Whether the moment has come.
         rules: How the server holds it.
         config: How the run holds it.
+        later: So many seconds after it has come.
     """
 
     come: Callable[[Run, WeightServer], Any]
     rules: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    later: float = 0.0
 
 
 def asked(route: str, times: int) -> Callable[[Run, WeightServer], bool]:
@@ -49,25 +53,26 @@ def asked(route: str, times: int) -> Callable[[Run, WeightServer], bool]:
 
 
 def sampled(times: int) -> Callable[[Run, WeightServer], bool]:
-    return lambda run, server: sum(map(has_prompt, server.calls(GENERATE))) >= times
+    return lambda run, server: sum(map(asks_for_tokens, server.calls(GENERATE))) >= times
 
 
-def has_prompt(call: Call) -> bool:
-    """The question whether the route is there has none."""
-    return bool(call.body.get("token_ids"))
+def asks_for_tokens(call: Call) -> bool:
+    """The question whether the route is there asks for no token."""
+    return call.body.get("sampling_params", {}).get("max_tokens", 0) > 0
 
 
 SLOW_STEP = {"trainer": {"callbacks": [{"class_path": f"{HERE}.SlowStep"}]}}
-NEVER = Moment(lambda run, server: True)
-IMPORTS = Moment(lambda run, server: time.sleep(2.0) or True)
+LAST_STEP = Moment(lambda run, server: run.said("`Trainer.fit` stopped"))
+ITS_OWN = Moment(lambda run, server: run.said("now"))
+IMPORTS = Moment(lambda run, server: True, later=2.0)
 WAITS = Moment(asked("/health", 2), [{"route": "/health", "status": 503}])
-SAMPLES = Moment(sampled(1), [{"route": GENERATE, "when": has_prompt, "never": True}])
-STEPS = Moment(lambda run, server: run.said("in the step"), config=SLOW_STEP)
+SAMPLES = Moment(sampled(1), [{"route": GENERATE, "when": asks_for_tokens, "never": True}])
+STEPS = Moment(lambda run, server: run.said("now"), config=SLOW_STEP)
 PAUSES = Moment(asked("/pause", 2), [{"route": "/pause", "nth": {1}, "delay": 1.0}])
 SYNCS = Moment(asked("/update_weights", 2), [{"route": "/update_weights", "nth": {1}, "never": True}])
 EVALUATES = Moment(sampled(1), SAMPLES.rules, {"data": {"eval": {"fn": f"{HERE}.prompts"}}})
 FULL = Moment(
-    lambda run, server: run.said("in the step"),
+    lambda run, server: run.said("now"),
     [{"route": GENERATE, "when": lambda call: call.number > 40, "never": True}],
     {
         "trainer": {"max_steps": 1, "callbacks": [{"class_path": f"{HERE}.SlowStep", "init_args": {"seconds": 5.0}}]},
@@ -172,7 +177,7 @@ CTRL_C, SIGTERM = ("Ctrl-C", 130, ctrl_c), ("SIGTERM", 143, sigterm)
 DEATHS = [
     Death("rollout process killed during a step", STEPS, child, 1, KILLED_CHILD, config=reward("leaves_a_process")),
     Death("rollout process killed while the trainer waits", SAMPLES, child, 1, KILLED_CHILD),
-    Death("rollout process ends itself", NEVER, nothing, 1, "ProducerDied: .* exit code 3", config=reward("exits")),
+    Death("rollout process ends itself", ITS_OWN, nothing, 1, "ProducerDied: .* exit code 3", config=reward("exits")),
     Death(
         "rollout process hangs",
         Moment(sampled(8)),
@@ -182,11 +187,11 @@ DEATHS = [
         config=reward("blocks_the_event_loop", worker_timeout=8.0),
     ),
     Death("trainer killed in a sync", SYNCS, trainer, -9, ""),
-    Death("trainer killed during a step, launched server", STEPS, trainer, -9, "in the step", launch=True),
+    Death("trainer killed during a step, launched server", STEPS, trainer, -9, "now", launch=True),
     Death("launched server killed during a step", STEPS, launched_server, 1, KILLED_SERVER, launch=True),
     Death(
         "launched server killed in a sync",
-        Moment(lambda run, server: run.said("in the step") and not time.sleep(2.0), config=SLOW_STEP),
+        Moment(lambda run, server: run.said("now"), later=2.0),
         launched_server,
         1,
         KILLED_SERVER,
@@ -223,7 +228,7 @@ DEATHS = [
     *(
         Death(
             f"an exception in a callback's {hook}",
-            NEVER,
+            ITS_OWN,
             nothing,
             1,
             f"ZeroDivisionError: my {hook}",
@@ -236,7 +241,7 @@ DEATHS = [
     ),
     Death(
         "an exception in a callback's on_exception",
-        NEVER,
+        ITS_OWN,
         nothing,
         1,
         "ZeroDivisionError: my on_exception",
@@ -244,7 +249,7 @@ DEATHS = [
         launch=True,
         forked=False,
     ),
-    Death("a checkpoint that cannot be written", NEVER, nothing, 1, "NotADirectoryError: .*", config=EXPORT),
+    Death("a checkpoint that cannot be written", LAST_STEP, nothing, 1, "NotADirectoryError: .*", config=EXPORT),
     Death("the last step, with every queue full", FULL, nothing, 0, ".*"),
 ]
 
@@ -268,6 +273,7 @@ def happen(death: Death, model: str) -> Seen:
         began = time.monotonic()
         with Run(folder, model, url, config, death.rules, death.forked) as run:
             run.wait_for(lambda: death.moment.come(run, server))
+            time.sleep(death.moment.later)
             before_s = time.monotonic() - began
             death.act(run, server)
             end = run.end()
