@@ -236,6 +236,7 @@ class RolloutHandle:
             if process.is_alive():
                 end_it()
                 process.join(5.0)
+        assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # what rewards started is in the child's group
             os.killpg(process.pid, signal.SIGKILL)
         self._process = None
