@@ -16,14 +16,14 @@ from lit_rl.errors import ServerError
 
 with Ending() as ending:
     ending.step = lambda: {steps}
-    print("ready", flush=True)
     {work}
 """
-STUBBORN = """try:
-        time.sleep(60)
+WAIT = 'print("ready", flush=True); time.sleep(60)'
+STUBBORN = f"""try:
+        {WAIT}
     finally:
         print("cleaning up", flush=True)
-        time.sleep({seconds})"""
+        time.sleep({{seconds}})"""
 
 
 def command(work: str, steps: int = 0) -> subprocess.Popen[str]:
@@ -38,7 +38,7 @@ def said(running: subprocess.Popen[str], line: str) -> None:
 
 @pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
 def test_a_signal_says_where_and_has_a_shells_status(number: signal.Signals, code: int, name: str) -> None:
-    running = command("time.sleep(60)", steps=3)
+    running = command(WAIT, steps=3)
     said(running, "ready")
     running.send_signal(number)
 
@@ -87,8 +87,7 @@ def test_an_error_of_lit_rl_is_its_message_and_anything_else_a_traceback() -> No
 
 
 def test_an_error_during_the_clean_up_is_told_too() -> None:
-    work = "try:\n        time.sleep(60)\n    finally:\n        raise ServerError('not so fast')"
-    running = command(work)
+    running = command(f"try:\n        {WAIT}\n    finally:\n        raise ServerError('not so fast')")
     said(running, "ready")
     running.send_signal(signal.SIGINT)
 
