@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -263,8 +262,7 @@ class Seen:
     before_s: float
 
 
-def happen(death: Death, model: str) -> Seen:
-    folder = Path(tempfile.mkdtemp(prefix="death-"))
+def happen(death: Death, model: str, folder: Path) -> Seen:
     with weight_server(model) as server:
         for rule in death.moment.rules:
             server.script(**rule)
@@ -302,14 +300,16 @@ def trouble_with(server: WeightServer, told: bool) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_model: str, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Seen]]]:
-    wanted = {
-        item.callspec.params["death"].what
-        for item in request.session.items
-        if hasattr(item, "callspec") and "death" in item.callspec.params
-    }
+def seen(
+    tiny_model: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Seen]]]:
+    chosen = [item.callspec.params.get("death") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        futures = {death.what: pool.submit(happen, death, tiny_model) for death in DEATHS if death.what in wanted}
+        futures = {
+            death.what: pool.submit(happen, death, tiny_model, tmp_path_factory.mktemp("death"))
+            for death in DEATHS
+            if any(death is other for other in chosen)
+        }
         yield futures
     print("\n| death | exit code | seconds | last line |\n|---|---|---|---|")
     for what, future in futures.items():
