@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 PROGRESS_EVERY_S = 5.0
-NO_CUDA = "this version sends weights over gloo to vLLM on CPU; train and serve on CPU (trainer.accelerator: cpu)"
 
 
 @dataclass(frozen=True)
@@ -192,12 +191,14 @@ class VLLMRun(RunningEngine):
 
     def transport(self, timeout: float) -> Transport:
         from lit_rl.sync.gloo import GlooTransport
+        from lit_rl.sync.nccl import NCCLTransport
 
-        for facts in self.facts:
-            require("data.engine.url", facts.url, facts.is_cpu, f"the server runs on {facts.device}, and {NO_CUDA}")
+        on_cpu = {facts.is_cpu for facts in self.facts}
+        require("data.engine.urls", self.urls, len(on_cpu) == 1, "some run on CPU and some on GPUs; give one kind")
         # a server that this run started is on this machine, where any free port will do
         port = 0 if self.process is not None else self.engine.transfer_port
-        return GlooTransport(self.urls, timeout=timeout, port=port)
+        carrier = GlooTransport if on_cpu == {True} else NCCLTransport
+        return carrier(self.urls, timeout=timeout, port=port)
 
     def check_alive(self, patience: float = 0.0) -> None:
         if self.process is not None:

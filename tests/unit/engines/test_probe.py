@@ -12,6 +12,8 @@ from lit_rl.engines.base import EngineNeeds
 from lit_rl.engines.probe import ServerFacts, ServerNeeds, probe, require_usable, server_defects, wait_for_server
 from lit_rl.engines.vllm_server import VLLMServer
 from lit_rl.errors import ServerUnreachable, SettingsError
+from lit_rl.sync.gloo import GlooTransport
+from lit_rl.sync.nccl import NCCLTransport
 from tests.fakes.server import FakeServer
 
 GOOD = ServerFacts(
@@ -182,13 +184,17 @@ def test_a_cuda_server_gets_seeds() -> None:
     assert endpoint.send_seeds
 
 
-def test_weights_for_a_cuda_server_are_refused_by_name_until_there_is_a_way() -> None:
+def test_weights_travel_over_gloo_to_cpu_and_over_nccl_between_gpus() -> None:
     info = {"device_config": {"device": "cuda"}, "weight_transfer_config": {"backend": "nccl"}}
-    with FakeServer(server_info=info) as server:
-        run = VLLMServer(url=server.url).start(needs(device="cuda"))
-        run.connect()
-        with pytest.raises(SettingsError, match="the server runs on cuda"):
-            run.transport(timeout=1.0)
+    with FakeServer(server_info=info) as on_gpu, FakeServer() as on_cpu:
+        for server, device, carrier in ((on_gpu, "cuda", NCCLTransport), (on_cpu, "cpu", GlooTransport)):
+            run = VLLMServer(url=server.url).start(needs(device=device))
+            run.connect()
+            assert type(run.transport(timeout=1.0)) is carrier
+        both = VLLMServer(urls=(on_gpu.url, on_cpu.url)).start(needs(device="cuda"))
+        both.connect()
+        with pytest.raises(SettingsError, match="some run on CPU and some on GPUs"):
+            both.transport(timeout=1.0)
 
 
 def test_of_several_servers_the_shortest_length_and_the_poorest_protocol_count() -> None:
