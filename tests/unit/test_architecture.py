@@ -65,7 +65,9 @@ ROOMS = {
         {*LIGHT, "tensors", "maths", "rollout", "rewards", "packing", "policy", "engines", "sync", "train"},
         {"numpy", "torch", "torchmetrics", "lightning", "transformers", "rich", "wandb", "matplotlib"},
     ),
-    "cli": Room({"serve", "train", "settings", "errors", "ending", "capabilities", "usage"}, {"lightning", "jsonargparse"}),
+    "cli": Room(
+        {"serve", "train", "settings", "errors", "ending", "capabilities", "usage"}, {"lightning", "jsonargparse"}
+    ),
     "ending": Room({"errors"}, set()),
     "usage": Room({"errors"}, {"lightning"}),
     "serve": Room({"train", "engines", "settings", "errors", "capabilities"}, {"lightning", "torch"}),
