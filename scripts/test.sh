@@ -38,7 +38,7 @@ stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
 stage "mypy" "$python" -m mypy
 # Many small tensors and several processes on few cores: more threads would only wait for each other.
-stage "unit and process tests" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not integration"
+stage "unit and process tests" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not integration" -n 2 --dist loadfile
 if [[ $# -eq 0 ]]; then
     stage "pins for GPUs" "$python" scripts/resolve_pins.py
     stage "the quickstart's model" "$python" scripts/prepare_model.py
