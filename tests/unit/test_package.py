@@ -35,7 +35,8 @@ def test_every_class_that_a_user_names_is_importable_from_the_package() -> None:
 
 
 def descendants(cls: type) -> list[type]:
-    return [child for direct in cls.__subclasses__() for child in (direct, *descendants(direct))]
+    children: list[type] = cls.__subclasses__()
+    return children + [below for child in children for below in descendants(child)]
 
 
 def test_importing_the_package_brings_nothing_heavy_along() -> None:

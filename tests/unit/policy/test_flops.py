@@ -54,7 +54,7 @@ def test_a_shared_token_counts_once_and_each_place_of_the_head_once() -> None:
 
 
 def test_a_token_meets_only_some_experts() -> None:
-    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    options: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     policy = tiny_policy(Qwen3MoeConfig, dtype=torch.float32, **options)
     count = FlopCount.of(policy)
     attention = HIDDEN * HEADS * HEAD_DIM * 2 + HIDDEN * 2 * HEAD_DIM * 2

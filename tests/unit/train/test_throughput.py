@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lit_rl.metrics import merge_into, values
+from lit_rl.metrics import Stats, merge_into, values
 from lit_rl.packing.trie import empty_row, pack
 from lit_rl.policy.flops import FlopCount
 from lit_rl.tensors import StepBatch, StepTotals
@@ -41,7 +41,7 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
 
 
 def test_a_window_divides_sums_by_sums() -> None:
-    window = {}
+    window: Stats = {}
     merge_into(window, throughput(step(ROW), 1.0, 1.0, FLOPS, 1e4))
     merge_into(window, throughput(step(ROW, ROW), 3.0, 1.0, FLOPS, 1e4))
     assert values(window)["perf/mfu_wall_clock"] == pytest.approx(3 * DONE / 4e4)
