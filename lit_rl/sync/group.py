@@ -29,6 +29,7 @@ LOOK_S = 0.5
 """How often one who waits for a chunk asks whether the trainer is still there."""
 
 POLL_S = 0.001
+END_POLL_S = 0.05
 
 
 class TransferBroken(SyncError):
@@ -144,11 +145,18 @@ class Group:
     def give_up(self) -> None:
         """Ends the group. The others see their connections close as soon as nothing of ours is on its way any more.
 
-        That may take until gloo's timeout when a peer hangs, so it happens in a thread. The connections live as long
-        as any chunk is referenced: they are kept in one list here, and nowhere else, so that this can clear it.
+        That may take until gloo's timeout when a peer hangs, so it happens in a thread, which waits in Python: an
+        interpreter that ends while a thread is inside gloo's destructor aborts the process. The connections live as
+        long as any chunk is referenced: they are kept in one list here, and nowhere else, so that this can clear it.
         """
         held, self._held = self._held, []
-        Background(held.clear, "gloo group ends")
+
+        def end() -> None:
+            while not all(chunk.is_completed() for chunk in held[1:]):
+                time.sleep(END_POLL_S)
+            held.clear()
+
+        Background(end, "gloo group ends")
 
 
 class Receiver:

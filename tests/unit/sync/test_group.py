@@ -50,3 +50,32 @@ def kill_once_begun(trainer: subprocess.Popen[str], receiver: Receiver) -> None:
     while not receiver._stream[0]:
         time.sleep(0.0001)
     trainer.kill()
+
+
+ENDS_WHILE_A_PEER_HANGS = f"""
+import threading, time, torch
+from lit_rl.sync.group import Group, host_store, join_store
+
+store = host_store(0, {TIMEOUT_S})
+ends = dict(address="127.0.0.1", meet_timeout={TIMEOUT_S}, timeout=1.0)
+peer = []
+meets = threading.Thread(target=lambda: peer.append(Group(join_store("127.0.0.1", store.port, 20), "g", 1, 2, **ends)))
+meets.start()
+group = Group(store, "g", 0, 2, **ends)
+meets.join()
+group.post(torch.ones(1000, dtype=torch.uint8))  # the peer never receives: this ends after a second
+group.give_up()
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # while the interpreter ends, a thread that comes back to it is ended
+
+
+slow = Slow()
+"""
+
+
+def test_a_process_that_ends_while_a_group_does_keeps_its_exit_status() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_A_PEER_HANGS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "terminate called" in ended.stderr) == (0, False), ended.stderr
