@@ -91,7 +91,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """What the rollout process knows of the servers: addresses and the protocol, nothing else (decision 2).
+    """What the rollout process knows of the servers: addresses and the protocol, nothing else.
 
     Attributes:
         urls: Base URLs; requests are spread over them.
@@ -124,7 +124,7 @@ class RolloutSettings:
         seed: Of the prompt order and of request seeds.
         shuffle: Whether each epoch's order is a permutation by seed and epoch.
         max_epochs: Passes over the prompts; None = until told to stop.
-        drop_equal_rewards: GRPO's rule; objectives say whether they have it (decision 16).
+        drop_equal_rewards: GRPO's rule; objectives say whether they have it.
         release_by_version: 0, or how many groups may start per policy version (``max_staleness = 0``).
         sampling: Sampling options.
         chat_template_kwargs: Handed to the chat template.

@@ -184,7 +184,7 @@ class Sample:
 
 
 class DropReason(str, Enum):
-    """Why a group is not trained (decision 9). The first five count for the epoch, the rest are dispatched again."""
+    """Why a group is not trained. The first five count for the epoch, the rest are dispatched again."""
 
     EQUAL_REWARDS = "equal_rewards"
     UNSCORABLE = "unscorable"

@@ -1,4 +1,4 @@
-"""The ledger: what became of each prompt of each pass over the data (decision 9). Pure; it lives in the trainer.
+"""The ledger: what became of each prompt of each pass over the data. Pure; it lives in the trainer.
 
 A prompt's place is its ``Position``. An outcome either settles the place (trained, or dropped for a reason that counts
 for the epoch) or leaves it open (stale, cancelled, in flight when the run ended), and an open place is dispatched

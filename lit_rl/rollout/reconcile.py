@@ -1,6 +1,6 @@
 """Stop 4: a rollout's turns become training sequences. Pure.
 
-Each turn was sampled under its own prompt, and that prompt is the truth (decision 3). A turn whose prompt begins with
+Each turn was sampled under its own prompt, and that prompt is the truth. A turn whose prompt begins with
 all tokens of a held sequence extends it, the longest such one; the rest of the prompt is context. Any other turn,
 however small the difference, begins a sequence of its own. So each sampled token is trained exactly once, under the
 context it was sampled in::

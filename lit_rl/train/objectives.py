@@ -1,7 +1,7 @@
 """Stop 12: what YAML names under ``model.objective``: small frozen classes that choose among the pure functions.
 
 An objective turns the scores of one row into the row's share of the step's loss and its metric contributions. It also
-states what it asks of the rest: whether groups of equal rewards are dropped (decision 16).
+states what it asks of the rest: whether groups of equal rewards are dropped.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def test_the_script_of_the_readme_trains(real_server: RealServer, model_dir: Pat
         "VLLMServer(launch=True)": f'VLLMServer(url="{real_server.url}", model_name="policy", transfer_port=0)',
         "max_steps=15": "max_steps=2",
         "samples_per_rank=60": "samples_per_rank=12",
+        '"size": 64': '"size": 2',
         '["lit_rl.tasks.arithmetic.right_answer"]': '["tests.process.rewards_of_tests.length_of_answer"]',
     }.items():
         assert script.count(written) == 1
@@ -34,7 +35,7 @@ def test_the_script_of_the_readme_trains(real_server: RealServer, model_dir: Pat
     ended = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
         timeout=500,
@@ -42,4 +43,7 @@ def test_the_script_of_the_readme_trains(real_server: RealServer, model_dir: Pat
 
     assert ended.returncode == 0, ended.stderr[-3000:]
     summary = json.loads(ended.stdout.splitlines()[-1])
-    assert summary["steps"] == 2 and summary["reward_last5"] is not None
+    assert summary["steps"] == 2
+    assert None not in (summary["reward_last5"], summary["heldout_before"], summary["heldout_after"])
+    assert (tmp_path / summary["model_dir"] / "model.safetensors").exists()
+    assert list((tmp_path / summary["wandb_dir"]).glob("*.wandb"))
