@@ -17,6 +17,7 @@ from lit_rl.engines.base import EngineNeeds
 from lit_rl.engines.vllm_server import VLLMRun, VLLMServer
 from lit_rl.settings import EndpointSpec
 from lit_rl.sync.receipts import server_logprobs
+from tests.fakes.tiny import save_tiny_model
 
 MODEL_VARIABLE = "LIT_RL_TEST_MODEL"
 """Folder of a real model for these tests; without it a tiny random Llama is made."""
@@ -35,48 +36,7 @@ TEXT = (
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get(MODEL_VARIABLE)
-    return Path(given) if given else make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-def make_tiny_llama(folder: Path) -> Path:
-    """Two layers, tied embeddings, a byte tokenizer with a chat template; a second to load."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    special = ["<unk>", "<s>", "</s>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE({word: i for i, word in enumerate([*special, *letters])}, [], unk_token="<unk>"))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-    )
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention knows
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).float()
-    with torch.no_grad():  # random weights of this size say the same to everything: let them differ
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return Path(given) if given else save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")
