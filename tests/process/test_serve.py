@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from lit_rl import PolicyModule, RolloutDataModule, VLLMServer
 from lit_rl.cli import main
@@ -21,6 +23,8 @@ from lit_rl.errors import SettingsError
 from lit_rl.serve import fit_line, server_plan
 
 PROMPTS = [{"prompt": "abc"}, {"prompt": "abcdefgh"}]  # the tokenizer makes a token of each character
+ROOT = Path(__file__).resolve().parents[2]
+DEEPMATH = "lit_rl.tasks.deepmath.deepmath"
 FLAGS = {"accelerator": "cpu", "devices": 1, "precision": None}
 
 
@@ -171,6 +175,29 @@ def test_print_writes_one_line_for_a_shell_to_stdout_and_the_rest_to_stderr(
     assert "The server will answer at http://localhost:8000" in said.err
     assert f"lit-rl fit --config {config} --data.engine.init_args.launch false" in said.err
     assert set(tmp_path.iterdir()) == before  # no run's folder, no logger's
+
+
+def test_the_gpu_configuration_asks_for_a_cuda_server(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it stands in ``configs/``, but with a model and questions that are here."""
+    gpus(monkeypatch, 0)
+    rows = {"question": ["1 + 1?"], "final_answer": ["2"], "difficulty": [1.0], "topic": ["Sums"]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    here = {"path": "parquet", "data_files": str(tmp_path / "rows.parquet")}
+    local = {"model": {"pretrained": tiny_model}, "data": {"train": {"fn": DEEPMATH, "kwargs": here}}}
+    (tmp_path / "local.yaml").write_text(json.dumps(local))
+    config = ROOT / "configs/grpo_1gpu_plus_server.yaml"
+
+    main(["serve", "--print", "--config", str(config), "--config", str(tmp_path / "local.yaml")])
+
+    words = shlex.split(capsys.readouterr().out)
+    options = dict(itertools.pairwise(words))
+    assert options["--weight-transfer-config"] == '{"backend": "nccl"}'
+    assert (options["--dtype"], options["--api-server-count"]) == ("bfloat16", "8")
+    assert options["--logprobs-mode"] == "processed_logprobs"
+    assert 2048 < int(options["--max-model-len"]) < 2048 + 200
+    assert "VLLM_SERVER_DEV_MODE=1" in words
 
 
 def test_a_port_in_use_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
