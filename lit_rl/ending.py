@@ -54,10 +54,11 @@ class Ending:
         self.step: Callable[[], int] | None = None
         self._first: int | None = None
         self._count = 0
+        self._is_said = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self.step, self._first, self._count = None, None, 0
+        self.step, self._first, self._count, self._is_said = None, None, 0, False
         for number in NAMES:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -73,8 +74,9 @@ class Ending:
         self._count += 1
         if self._count >= PATIENCE:
             os._exit(128 + number)
-        if self._count > 1:  # not by print: this may interrupt one
-            os.write(2, b"\nlit-rl: still stopping\n")
+        if self._count > 1:
+            if not self._is_said:  # the last line stays the last one
+                os.write(2, b"\nlit-rl: still stopping\n")  # not by print: this may interrupt one
             return
         self._first = number
         if number == signal.SIGINT:
@@ -92,6 +94,7 @@ class Ending:
             line = (
                 f"\nlit-rl: stopped by {NAMES[signal.Signals(self._first)]} {self._where()}; nothing was left running"
             )
+            self._is_said = True
             print(line, file=sys.stderr, flush=True)
             sys.exit(128 + self._first)
         if isinstance(error, LitRLError):

@@ -64,6 +64,21 @@ def test_a_second_signal_cuts_no_clean_up_short() -> None:
     assert err.splitlines()[-3:-1] == ["lit-rl: still stopping", ""]
 
 
+def test_a_signal_after_the_last_line_says_nothing_more() -> None:
+    slow_end = "import atexit; atexit.register(time.sleep, 1)\n    "
+    running = command(slow_end + WAIT)
+    said(running, "ready")
+    running.send_signal(signal.SIGINT)
+    assert running.stderr is not None
+    last = [running.stderr.readline(), running.stderr.readline()][-1]
+    running.send_signal(signal.SIGINT)
+
+    _, rest = running.communicate(timeout=20)
+
+    assert last == "lit-rl: stopped by Ctrl-C before the first step was done; nothing was left running\n"
+    assert (running.returncode, rest) == (130, "")
+
+
 def test_the_third_signal_ends_a_run_that_cannot_be_stopped() -> None:
     running = command(STUBBORN.format(seconds=60))
     said(running, "ready")
