@@ -36,18 +36,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def require_free(url: str, otherwise: str = "") -> None:
-    """Raises SettingsError where no server can listen at ``url``; ``otherwise`` is one more remedy."""
-    parts = urlsplit(url)
+def why_taken(host: str, port: int) -> str | None:
+    """Why nobody can listen there, in the system's words; None where somebody can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a server that just ended is free
         try:
-            probe.bind((parts.hostname or "", parts.port or 80))
+            probe.bind((host, port))
+            probe.listen()
         except OSError as cause:
-            remedy = ", ".join(filter(None, ["stop what runs on that port", "give another port", otherwise]))
-            raise SettingsError(
-                "data.engine.url", url, f"the server cannot be started there ({cause.strerror}); {remedy}"
-            ) from cause
+            return cause.strerror or str(cause)
+    return None
+
+
+def require_free(url: str, otherwise: str = "") -> None:
+    """Raises SettingsError where no server can listen at ``url``; ``otherwise`` is one more remedy."""
+    parts = urlsplit(url)
+    reason = why_taken(parts.hostname or "", parts.port or 80)
+    if reason is not None:
+        remedy = ", ".join(filter(None, ["stop what runs on that port", "give another port", otherwise]))
+        raise SettingsError("data.engine.url", url, f"the server cannot be started there ({reason}); {remedy}")
 
 
 class ServerProcess:

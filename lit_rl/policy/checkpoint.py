@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -43,10 +45,15 @@ def require_files(
     if folder.exists():
         _require_in_folder(folder / (extra.get("subfolder") or ""), name, key, {} if "gguf_file" in extra else files)
         return
-    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+    if looks_like_a_path(name):
         raise SettingsError(key, name, "there is no such folder; give an existing one or a hub id")
     if not _cached(name, {place: extra[place] for place in LOCATION if place in extra}):
         require_hub(name, key)
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a name can be no hub id, which is ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _require_in_folder(folder: Path, name: str, key: str, files: Mapping[str, tuple[str, ...]]) -> None:
@@ -72,10 +79,15 @@ def require_hub(name: str, key: str, kind: str = "model") -> None:
     remedy = "it is no folder here and the hub {}; give the path of a folder that holds the files"
     if hub.HF_HUB_OFFLINE:
         raise SettingsError(key, name, remedy.format("is switched off (HF_HUB_OFFLINE)"))
-    request = urllib.request.Request(f"{hub.ENDPOINT}/api/{kind}s/{name}", method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return  # it answers; what it says about this model is the client's business
+        _reach_hub(f"{hub.ENDPOINT}/api/{kind}s/{name}")
     except OSError as cause:
         raise SettingsError(key, name, remedy.format(f"at {hub.ENDPOINT} cannot be reached ({cause})")) from cause
+
+
+@functools.cache  # what is asked for the model is asked for its tokenizer, too, and again when it is built
+def _reach_hub(address: str) -> None:
+    """Raises OSError where the hub does not answer; what it says about this name is its client's business."""
+    request = urllib.request.Request(address, method="HEAD")
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()

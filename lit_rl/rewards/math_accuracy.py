@@ -72,9 +72,7 @@ class _Workers:
 
     def judge(self, checks: Sequence[tuple[str, str]]) -> list[float | None]:
         with self._lock:
-            return [
-                verdict for start in range(0, len(checks), WORKERS) for verdict in self._some(checks[start:][:WORKERS])
-            ]
+            return [found for at in range(0, len(checks), WORKERS) for found in self._some(checks[at : at + WORKERS])]
 
     def _some(self, checks: Sequence[tuple[str, str]]) -> list[float | None]:
         """As many checks as there are workers, so that none waits behind another one."""

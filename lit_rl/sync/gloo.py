@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from lit_rl.engines.http import Background, Deadline
-from lit_rl.errors import SettingsError
 from lit_rl.sync.client import POLL_S, Answers, WeightSyncClient
 from lit_rl.sync.group import Group, TransferBroken, all_are_coming, host_store
 from lit_rl.sync.sequence import CLEANUP_S, WORDS_S, ServerTransport, rank_offsets
@@ -68,7 +67,7 @@ class GlooTransport(ServerTransport):
             "meet_timeout_s": deadline.seconds,
             "timeout_s": self.timeout,
         }
-        offsets = dict(zip(self.clients, rank_offsets(worlds), strict=True))
+        offsets = rank_offsets(self.clients, worlds)
         answers = Answers(
             self.clients,
             "init_weight_transfer_engine",
@@ -97,12 +96,7 @@ class GlooTransport(ServerTransport):
             try:
                 self._store = host_store(self.port, self.timeout)
             except RuntimeError as cause:  # torch's DistNetworkError
-                raise SettingsError(
-                    "data.engine.transfer_port",
-                    self.port,
-                    f"the trainer cannot listen there ({str(cause).splitlines()[0]}); is another run using it? Give "
-                    "another port",
-                ) from cause
+                raise self._port_taken(str(cause).splitlines()[0]) from cause
         return self._store
 
     def _disconnect(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from lit_rl.engines.http import Background
 from lit_rl.errors import SyncError
+from lit_rl.sync.client import POLL_S
 from lit_rl.sync.wire import Layout
 
 THREADS = 2
@@ -28,7 +29,6 @@ THREADS = 2
 LOOK_S = 0.5
 """How often one who waits for a chunk asks whether the trainer is still there."""
 
-POLL_S = 0.001
 END_POLL_S = 0.05
 
 

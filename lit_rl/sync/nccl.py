@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.engines.http import Background, Deadline
-from lit_rl.engines.process import free_port
-from lit_rl.errors import ServerError, SettingsError, SyncError
+from lit_rl.engines.process import free_port, why_taken
+from lit_rl.errors import ServerError, SyncError
 from lit_rl.sync.client import POLL_S, Answers, WeightSyncClient
 from lit_rl.sync.group import TransferBroken
 from lit_rl.sync.sequence import CLEANUP_S, WORDS_S, ServerTransport, rank_offsets
@@ -66,7 +65,10 @@ class NCCLTransport(ServerTransport):
     def _connect(self, worlds: Sequence[int], deadline: Deadline) -> None:
         engine, init_info = _vllm_engine()
         address, port = self._own_address(), self.port or free_port()
-        _require_free(address, port)
+        # vLLM's meeting point would notice a taken port too, but only after the servers went to whoever listens there
+        reason = why_taken(address, port)
+        if reason is not None:
+            raise self._port_taken(f"{reason} at {address}")
         device = _current_device()
         largest = max(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.metadata)
         info = init_info(
@@ -77,7 +79,7 @@ class NCCLTransport(ServerTransport):
             packed_buffer_size_bytes=max(self._buffer_bytes, largest),
         )
         given_up = threading.Event()
-        servers = _Servers(self.clients, rank_offsets(worlds), given_up, deadline)
+        servers = _Servers(rank_offsets(self.clients, worlds), given_up, deadline)
         feed = _Feed(self.metadata, device, given_up)
         meeting = Background(
             lambda: _on_device(device, lambda: engine.trainer_init(info, client=servers, source=feed)), "nccl begins"
@@ -165,18 +167,15 @@ class _Servers:
     Called in the engine's thread, watched by ``check`` from another one.
 
     Args:
-        clients: The servers.
-        rank_offsets: Rank of each server's first worker.
+        offsets: The servers, and the rank of each one's first worker.
         given_up: Once set, a call that waits for an answer raises.
         deadline: Of the meeting.
     """
 
-    def __init__(
-        self, clients: Sequence[WeightSyncClient], offsets: Sequence[int], given_up: threading.Event, deadline: Deadline
-    ) -> None:
+    def __init__(self, offsets: Mapping[WeightSyncClient, int], given_up: threading.Event, deadline: Deadline) -> None:
         self.given_up = given_up
         self.label: str | None = None
-        self._clients, self._offsets = clients, dict(zip(clients, offsets, strict=True))
+        self._clients, self._offsets = list(offsets), offsets
         self._deadline = deadline
         self._answers: Answers[None] | None = None
 
@@ -311,22 +310,6 @@ def _raise_broken(failure: BaseException) -> NoReturn:
         raise failure
     words = str(failure).strip() or type(failure).__name__
     raise TransferBroken(f"the transfer broke off: {words.splitlines()[0]}") from failure
-
-
-def _require_free(address: str, port: int) -> None:
-    """vLLM's meeting point would notice a taken port too, but only after the servers went to whoever listens there."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-            probe.listen()
-    except OSError as cause:
-        raise SettingsError(
-            "data.engine.transfer_port",
-            port,
-            f"the trainer cannot listen there at {address} ({cause.strerror}); is another run using it? Give another "
-            "port",
-        ) from cause
 
 
 def _current_device() -> torch.device:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lit_rl.engines.http import Background, Deadline
-from lit_rl.errors import LitRLError, ServerError, SyncError
+from lit_rl.errors import LitRLError, ServerError, SettingsError, SyncError
 from lit_rl.sync.client import Answers, WeightSyncClient
 from lit_rl.sync.group import address_towards
 from lit_rl.sync.transport import Metadata, Source, SyncTimings
@@ -144,6 +144,13 @@ class ServerTransport(ABC):
             answers.let_end(CLEANUP_S)  # a pause on its way must not arrive after the resume that follows
             raise
 
+    def _port_taken(self, reason: str) -> SettingsError:
+        return SettingsError(
+            "data.engine.transfer_port",
+            self.port,
+            f"the trainer cannot listen there ({reason}); is another run using it? Give another port",
+        )
+
     def _own_address(self) -> str:
         """This machine as the servers see it: by loopback only when all of them are here."""
         hosts = [urlsplit(client.url).hostname or "" for client in self.clients]
@@ -151,9 +158,9 @@ class ServerTransport(ABC):
         return address_towards(away[0]) if away else "127.0.0.1"
 
 
-def rank_offsets(worlds: Sequence[int]) -> list[int]:
+def rank_offsets(clients: Sequence[WeightSyncClient], worlds: Sequence[int]) -> dict[WeightSyncClient, int]:
     """Rank of each server's first worker; the trainer is rank 0. Servers of 2 and 1 workers begin at 1 and 3."""
-    return [1 + sum(worlds[:place]) for place in range(len(worlds))]
+    return {client: 1 + sum(worlds[:place]) for place, client in enumerate(clients)}
 
 
 def _best_effort(action: Callable[[WeightSyncClient], Any], clients: Iterable[WeightSyncClient]) -> None:

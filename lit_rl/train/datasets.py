@@ -70,10 +70,10 @@ def _require_reachable(path: str, key: str) -> None:
     from datasets import config
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
 
-    from lit_rl.policy.checkpoint import require_hub
+    from lit_rl.policy.checkpoint import looks_like_a_path, require_hub
 
     cached = Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")
     if path not in BUILDERS and not Path(path).exists() and not cached.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if looks_like_a_path(path):
             raise SettingsError(key, path, "there is no such file or folder; give an existing one or a hub id")
         require_hub(path, key, kind="dataset")
