@@ -89,12 +89,17 @@ def run_forked(args: list[str], folder: Path, *, seconds: float = 60.0) -> Ended
 
 def _main(args: list[str], mark: str, out: Path, err: Path) -> None:
     os.environ[MARK] = mark
-    for path, number in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    speak_into(out, err)
     sys.argv = ["lit-rl", *args]
     from lit_rl.cli import main
 
     main()
+
+
+def speak_into(out: Path, err: Path) -> None:
+    """Sends what this process says on stdout and stderr into files."""
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
 
 
 def _run(start: Callable[[str, Path, Path], Callable[[float], int | None]], folder: Path, limit: float) -> Ended:
@@ -108,15 +113,17 @@ def _run(start: Callable[[str, Path, Path], Callable[[float], int | None]], fold
 def left_behind(mark: str, within: float = 5.0) -> list[str]:
     """Command lines of the processes that carry the mark and are still there after some seconds."""
     deadline = time.monotonic() + within
-    while (found := list(_marked(mark))) and time.monotonic() < deadline:
+    while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return list(found.values())
 
 
-def _marked(mark: str) -> list[str]:
-    found = []
+def marked(mark: str) -> dict[int, str]:
+    """The processes that carry the mark: their command lines by pid."""
+    found = {}
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if process.name.isdigit() and f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(process.name)] = line
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ import yaml
 
 from tests.fakes.server import Answer, Call
 from tests.fakes.worker import WeightServer
-from tests.process.command import FORKING, MARK, left_behind
+from tests.process.command import FORKING, MARK, left_behind, marked, speak_into
 
 HERE = "tests.process.running"
 START_S = 120.0
@@ -246,13 +245,8 @@ class Run:
 
     def pid_of(self, words: str) -> int | None:
         """The process of this run whose command line has these words."""
-        for process in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # gone meanwhile, or no process
-                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                ours = f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes()
-                if ours and words in line and "guard.py" not in line:
-                    return int(process.name)
-        return None
+        ours = marked(self.mark).items()
+        return next((pid for pid, line in ours if words in line and "guard.py" not in line), None)
 
     def end(self) -> End:
         """Waits for it."""
@@ -274,8 +268,7 @@ def _main(args: list[str], environment: dict[str, str], folder: Path) -> None:
     os.setsid()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    speak_into(folder / "stdout", folder / "stderr")
     from lit_rl.cli import main
 
     main(args)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,36 +36,27 @@ def metadata() -> Metadata:
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights(0.0).items()]
 
 
-class Gloo:
-    """Real gloo."""
+@dataclass(frozen=True)
+class Carrier:
+    """One way for weights to travel.
 
-    server = WeightServer
+    Attributes:
+        server: A fake server whose workers receive this way.
+        transport: Takes the servers' addresses.
+    """
 
-    @staticmethod
-    def transport(urls: Sequence[str], **options: Any) -> ServerTransport:
-        return GlooTransport(urls, chunk_bytes=MESSAGE_BYTES, **options)
-
-    @staticmethod
-    def held(server: Any) -> list[dict[str, Tensor]]:
-        """Per worker the tensors of the last update that arrived."""
-        return [server.weights_held]
+    server: type[WeightServer] | type[NCCLServer]
+    transport: Callable[..., ServerTransport]
 
 
-class NCCL:
-    """vLLM's engine over a stand-in communicator; ``tests.fakes.nccl.install`` comes first."""
-
-    server = NCCLServer
-
-    @staticmethod
-    def transport(urls: Sequence[str], **options: Any) -> ServerTransport:
-        return NCCLTransport(urls, buffer_bytes=MESSAGE_BYTES, **options)
-
-    @staticmethod
-    def held(server: Any) -> list[dict[str, Tensor]]:
-        return server.weights_held
+GLOO = Carrier(WeightServer, partial(GlooTransport, chunk_bytes=MESSAGE_BYTES))
+NCCL = Carrier(NCCLServer, partial(NCCLTransport, buffer_bytes=MESSAGE_BYTES))
+"""vLLM's engine over a stand-in communicator; ``tests.fakes.nccl.install`` comes first."""
 
 
-Carrier = type[Gloo] | type[NCCL]
+def held(server: Any) -> list[dict[str, Tensor]]:
+    """Per worker the tensors of the last update that arrived."""
+    return server.weights_held if isinstance(server, NCCLServer) else [server.weights_held]
 
 
 def opened(carrier: Carrier, *servers: FakeServer, timeout: float = 20.0) -> ServerTransport:
@@ -72,9 +65,9 @@ def opened(carrier: Carrier, *servers: FakeServer, timeout: float = 20.0) -> Ser
     return transport
 
 
-def holds(carrier: Carrier, server: FakeServer, value: float) -> bool:
+def holds(server: FakeServer, value: float) -> bool:
     wanted = weights(value).items()
-    return all(torch.equal(held[name], tensor) for held in carrier.held(server) for name, tensor in wanted)
+    return all(torch.equal(worker[name], tensor) for worker in held(server) for name, tensor in wanted)
 
 
 def left_usable(server: FakeServer) -> bool:

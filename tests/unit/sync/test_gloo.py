@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor
 
 from lit_rl.errors import SyncError
 from lit_rl.sync.gloo import GlooTransport
-from lit_rl.sync.sequence import ServerTransport
 from tests.fakes.worker import WeightServer
 from tests.unit.sync import carriers
-from tests.unit.sync.carriers import Gloo, weights
+from tests.unit.sync.carriers import GLOO, holds, weights
 
 
 @pytest.fixture
@@ -23,12 +23,7 @@ def server() -> Iterator[WeightServer]:
         yield running
 
 
-def opened(*servers: WeightServer, timeout: float = 5.0) -> ServerTransport:
-    return carriers.opened(Gloo, *servers, timeout=timeout)
-
-
-def holds(server: WeightServer, value: float) -> bool:
-    return carriers.holds(Gloo, server, value)
+opened = partial(carriers.opened, GLOO, timeout=5.0)
 
 
 def routes_after(server: WeightServer, route: str) -> list[str]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from torch import Tensor
 
 from lit_rl.errors import SyncError
-from lit_rl.sync.sequence import ServerTransport
 from tests.fakes import nccl
 from tests.fakes.nccl import NCCLServer
 from tests.unit.sync import carriers
-from tests.unit.sync.carriers import NCCL, left_usable, weights
+from tests.unit.sync.carriers import NCCL, holds, left_usable, weights
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,7 @@ def server() -> Iterator[NCCLServer]:
         yield running
 
 
-def opened(*servers: NCCLServer, timeout: float = 20.0) -> ServerTransport:
-    return carriers.opened(NCCL, *servers, timeout=timeout)
-
-
-def holds(server: NCCLServer, value: float) -> bool:
-    return carriers.holds(NCCL, server, value)
+opened = partial(carriers.opened, NCCL)
 
 
 def senders() -> list[str]:

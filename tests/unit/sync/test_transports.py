@@ -13,9 +13,10 @@ from lit_rl.errors import SettingsError, SyncError
 from tests.fakes import nccl
 from tests.fakes.server import FakeServer
 from tests.unit.sync.carriers import (
+    GLOO,
     NCCL,
     Carrier,
-    Gloo,
+    held,
     holds,
     leave_in_an_update,
     left_usable,
@@ -27,7 +28,7 @@ from tests.unit.sync.carriers import (
 SEQUENCE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
-@pytest.fixture(params=[Gloo, NCCL], ids=["gloo", "nccl"])
+@pytest.fixture(params=[GLOO, NCCL], ids=["gloo", "nccl"])
 def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Carrier:
     if request.param is NCCL:
         nccl.install(monkeypatch)
@@ -46,8 +47,8 @@ def server(carrier: Carrier) -> Iterator[FakeServer]:
 def test_every_tensor_arrives_bit_for_bit_the_tied_head_too(carrier: Carrier, server: FakeServer) -> None:
     opened(carrier, server).push(weights(0.5).items(), 1)
 
-    assert list(carrier.held(server)[0]) == list(weights(0.5))
-    assert holds(carrier, server, 0.5)
+    assert list(held(server)[0]) == list(weights(0.5))
+    assert holds(server, 0.5)
 
 
 def test_a_sync_pauses_updates_labels_and_resumes_in_this_order(carrier: Carrier, server: FakeServer) -> None:
@@ -66,7 +67,7 @@ def test_one_meeting_serves_sync_after_sync(carrier: Carrier, server: FakeServer
     for version in (1, 2, 3):
         transport.push(weights(float(version)).items(), version)
 
-        assert holds(carrier, server, float(version))
+        assert holds(server, float(version))
     assert len(server.calls("/init_weight_transfer_engine")) == 1
 
 
@@ -74,7 +75,7 @@ def test_a_tensor_that_is_no_contiguous_block_is_sent_as_its_values(carrier: Car
     turned = torch.arange(120, dtype=torch.float32).reshape(10, 12).T
     opened(carrier, server).push((weights(0.0) | {"lm_head.weight": turned}).items(), 1)
 
-    assert torch.equal(carrier.held(server)[0]["lm_head.weight"], turned)
+    assert torch.equal(held(server)[0]["lm_head.weight"], turned)
 
 
 def test_closing_twice_is_fine_and_ends_the_servers_part(carrier: Carrier, server: FakeServer) -> None:
@@ -100,7 +101,7 @@ def test_a_refused_update_quotes_the_server_and_the_next_push_works(carrier: Car
     assert time.monotonic() - started < 10
     assert left_usable(server) and server.weights.version == "1"
     transport.push(weights(3.0).items(), 2)
-    assert holds(carrier, server, 3.0) and server.weights.version == "2"
+    assert holds(server, 3.0) and server.weights.version == "2"
     assert len(server.calls("/init_weight_transfer_engine")) == 2
 
 
@@ -184,4 +185,4 @@ def test_a_server_that_a_killed_run_left_in_an_update_is_recovered(carrier: Carr
 
     opened(carrier, server).push(weights(4.0).items(), 1)
 
-    assert holds(carrier, server, 4.0) and left_usable(server)
+    assert holds(server, 4.0) and left_usable(server)
