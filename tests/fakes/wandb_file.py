@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,38 @@ _FILE_HEADER, _BLOCK, _RECORD_HEADER = 7, 32 * 1024, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The logged rows of the one run below ``folder``, in order."""
+def history(folder: Path, timeout: float = 60.0) -> list[dict[str, Any]]:
+    """The logged rows of the one run below ``folder``, in order.
+
+    ``wandb.finish()`` returns before its service has written the file's last block, so the record of the run's exit,
+    which is behind all rows, is waited for.
+
+    Raises:
+        TimeoutError: it is not there after ``timeout`` seconds; the run was never finished.
+    """
     (path,) = folder.rglob("run-*.wandb")
-    rows = []
-    for data in _records(path.read_bytes()):
+    deadline = time.monotonic() + timeout
+    while True:
+        rows, finished = _read(path.read_bytes())
+        if finished:
+            return rows
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} has {len(rows)} rows and no record of the run's exit after {timeout} s")
+        time.sleep(0.05)
+
+
+def _read(content: bytes) -> tuple[list[dict[str, Any]], bool]:
+    """The rows, and whether the run's exit was recorded."""
+    rows, finished = [], False
+    for data in _records(content):
         record = proto.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
+        kind = record.WhichOneof("record_type")
+        finished |= kind == "exit"
+        if kind == "history":
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return rows
+    return rows, finished
 
 
 def _records(content: bytes) -> Iterator[bytes]:
