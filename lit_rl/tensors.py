@@ -6,7 +6,7 @@ letter axis
 N      unique tokens of a row (places in its depth-first layout)
 S      segments of a row: maximal runs without a branch
 M      loss terms of a row: (position, target) pairs; several may hang on one position
-K      candidates of a loss term (truncated sampling, score centering)
+K      vocabulary entries of a row's sets, end to end: candidates of the sampler, or what truncated sampling kept
 ====== ==========================================================================================================
 """
 
@@ -24,7 +24,12 @@ _Record = TypeVar("_Record", bound=Any)
 def _moved(record: _Record, device: torch.device | str) -> _Record:
     """The same frozen record with its tensors on ``device``."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
-    moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device, non_blocking=True)
+        elif isinstance(value, TermSets):
+            moved[name] = value.to(device)
     return replace(record, **moved)
 
 
@@ -62,6 +67,30 @@ class TreeLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class TermSets:
+    """A set of vocabulary entries for each loss term, end to end: term m has ``ids[offsets[m] : offsets[m + 1]]``.
+
+    Attributes:
+        offsets: [M + 1] int64.
+        ids: [K] int64.
+        logprobs: [K] float32, the sampler's log-prob of each; None where it is not told.
+    """
+
+    offsets: Tensor
+    ids: Tensor
+    logprobs: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Self:
+        return _moved(self, device)
+
+    @property
+    def terms(self) -> Tensor:
+        """[K] int64, the loss term that each entry belongs to."""
+        sizes = self.offsets.diff()
+        return torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class LossTerms:
     """The (position, target) pairs of a row that are under the loss.
 
@@ -71,6 +100,9 @@ class LossTerms:
         sampler_logprobs: [M] float32, the sampler's log-prob of it.
         advantages: [M] float32.
         sample_index: [M] int64, which sample of the row the term belongs to (0 ... samples - 1).
+        candidates: The sampler's most likely tokens with their log-probs; None = not asked for.
+        kept: What truncated sampling could have chosen, the target included; an empty set, or None for all terms, is
+            the whole vocabulary.
     """
 
     target_index: Tensor
@@ -78,6 +110,8 @@ class LossTerms:
     sampler_logprobs: Tensor
     advantages: Tensor
     sample_index: Tensor
+    candidates: TermSets | None = None
+    kept: TermSets | None = None
 
     def to(self, device: torch.device | str) -> Self:
         return _moved(self, device)
@@ -159,9 +193,12 @@ class TokenScores:
     """Stop 11: what the forward says of each loss term.
 
     Attributes:
-        logprobs: [M] float32, log-prob of the target at the training temperature; carries the gradient.
+        logprobs: [M] float32, log-prob of the target at the training temperature; carries the gradient. Normalised over
+            the term's ``kept`` set where it has one, else over the vocabulary.
         entropy: [M] float32, entropy of the whole distribution at that place, detached.
+        candidate_logprobs: [K] float32, the same as ``logprobs`` for the entries of the terms' ``candidates``.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    candidate_logprobs: Tensor | None = None

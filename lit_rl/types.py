@@ -99,22 +99,49 @@ class Rollout:
 
 
 @dataclass(slots=True)
+class TokenSets:
+    """A set of vocabulary entries for each of T tokens, end to end: token t has ``ids[offsets[t] : offsets[t + 1]]``.
+
+    Attributes:
+        offsets: [T + 1] int64.
+        ids: [K] int32.
+        logprobs: [K] float32, the sampler's log-prob of each; None where it is not told.
+    """
+
+    offsets: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, sets: list[Any]) -> TokenSets:
+        """From one entry a token: None (no set), a list of ids, or a dict from id to log-prob."""
+        sizes = np.fromiter((0 if one is None else len(one) for one in sets), np.int64, len(sets))
+        offsets = np.zeros(len(sets) + 1, np.int64)
+        np.cumsum(sizes, out=offsets[1:])
+        ids = np.fromiter((i for one in sets if one is not None for i in one), np.int32, offsets[-1])
+        told = any(isinstance(one, dict) for one in sets)
+        values = (value for one in sets if one is not None for value in one.values()) if told else None
+        return cls(offsets, ids, None if values is None else np.fromiter(values, np.float32, offsets[-1]))
+
+
+@dataclass(slots=True)
 class Sequence:
-    """Stop 4: tokens of one training sequence; T tokens, all lists of length T.
+    """Stop 4: tokens of one training sequence; T tokens.
 
     Attributes:
         token_ids: [T] int64.
         completion_mask: [T] bool, True where the token is trained.
         sampler_logprobs: [T] float32, 0 where the token is not trained.
-        sampling_masks: Per token the candidate ids of truncated sampling; None = whole vocabulary everywhere.
-        sampler_candidates: Per token the sampler's most likely tokens, id to log-prob; None = not asked for.
+        sampling_masks: What truncated sampling could have chosen, the sampled token included; an empty set, or None for
+            all tokens, is the whole vocabulary.
+        sampler_candidates: The sampler's most likely tokens with their log-probs; None = not asked for.
     """
 
     token_ids: np.ndarray
     completion_mask: np.ndarray
     sampler_logprobs: np.ndarray
-    sampling_masks: list[list[int] | None] | None = None
-    sampler_candidates: list[dict[int, float] | None] | None = None
+    sampling_masks: TokenSets | None = None
+    sampler_candidates: TokenSets | None = None
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from lit_rl.errors import PackingError
-from lit_rl.tensors import LossTerms, PackedRow, TreeLayout
-from lit_rl.types import Sample
+from lit_rl.tensors import LossTerms, PackedRow, TermSets, TreeLayout
+from lit_rl.types import Sample, TokenSets
 
 # An early mismatch must not cost a comparison of the whole edge: compare this many tokens, then four times as many, ...
 _FIRST_COMPARE = 1024
@@ -264,6 +264,8 @@ class PrefixTrie:
             sampler_logprobs=torch.from_numpy(sampler[at].astype(np.float32, copy=False)),
             advantages=torch.from_numpy(advantages[of_sample]),
             sample_index=torch.from_numpy(of_sample),
+            candidates=_term_sets([sequence.sampler_candidates for sequence in sequences], lengths, at),
+            kept=_term_sets([sequence.sampling_masks for sequence in sequences], lengths, at),
         )
 
     def _places(self, forest: _Forest, lengths: np.ndarray) -> np.ndarray:
@@ -282,6 +284,26 @@ class PrefixTrie:
         held = begins < np.repeat(ends, counts)
         begins, offsets = begins[held], offsets[held]
         return np.arange(ends[-1]) + np.repeat(offsets, np.diff(begins, append=ends[-1]))
+
+
+def _term_sets(given: list[TokenSets | None], lengths: np.ndarray, at: np.ndarray) -> TermSets | None:
+    """The sets of the tokens ``at`` of samples that stand end to end; a sample without sets has empty ones."""
+    held = [sets for sets in given if sets is not None]
+    if not held:
+        return None
+    pairs = zip(given, lengths.tolist(), strict=True)
+    size = np.concatenate([np.zeros(n, np.int64) if sets is None else np.diff(sets.offsets) for sets, n in pairs])
+    begins = np.cumsum(size) - size
+    offsets = np.zeros(len(at) + 1, np.int64)
+    np.cumsum(size[at], out=offsets[1:])
+    taken = np.arange(offsets[-1]) + np.repeat(begins[at] - offsets[:-1], size[at])
+    ids = np.concatenate([sets.ids for sets in held])[taken].astype(np.int64)
+    logprobs = [sets.logprobs for sets in held if sets.logprobs is not None]  # all of them have some, or none has
+    return TermSets(
+        offsets=torch.from_numpy(offsets),
+        ids=torch.from_numpy(ids),
+        logprobs=torch.from_numpy(np.concatenate(logprobs)[taken]) if logprobs else None,
+    )
 
 
 def empty_row() -> PackedRow:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lit_rl.errors import SettingsError
 from lit_rl.policy.head import CHUNK_BYTES, HeadOptions, target_scores
 from lit_rl.policy.tree_attention.plan import TreePlan
-from lit_rl.tensors import LossTerms, PackedRow, TokenScores
+from lit_rl.tensors import LossTerms, PackedRow, TermSets, TokenScores
 
 
 def score_row(
@@ -50,14 +50,44 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 def score_terms(
     model: PreTrainedModel, hidden: Tensor, terms: LossTerms, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
 ) -> TokenScores:
-    """Scores of loss terms from hidden states [N, H]; each predicting place is scored once."""
+    """Scores of loss terms from hidden states [N, H]; each predicting place is scored once.
+
+    Entries of a term's sets are further targets of its place, so they cost a look at logits that are made anyway.
+    """
     head = output_head(model)
     places, place = torch.unique(terms.target_index, return_inverse=True)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     options = HeadOptions(scale=logit_scale(model), softcap=softcap, temperature=temperature, chunk_bytes=chunk_bytes)
-    predicting = hidden.index_select(0, places)
-    logprobs, entropy = target_scores(predicting, head.weight, head.bias, place, terms.target_ids, options)
-    return TokenScores(logprobs=logprobs, entropy=entropy)
+    sets = [one for one in (terms.candidates, terms.kept) if one is not None]
+    place_of = torch.cat([place, *(place[one.terms] for one in sets)])
+    targets = torch.cat([terms.target_ids, *(one.ids for one in sets)])
+    scores, entropy = target_scores(hidden.index_select(0, places), head.weight, head.bias, place_of, targets, options)
+    logprobs, *of_sets = scores.split([len(terms), *(len(one.ids) for one in sets)])
+    entropy = entropy[: len(terms)]
+    candidates = of_sets[0] if terms.candidates is not None else None
+    if terms.kept is not None:
+        log_mass = log_kept_mass(of_sets[-1], terms.kept)
+        logprobs = logprobs - log_mass
+        if terms.candidates is not None and candidates is not None:
+            candidates = candidates - log_mass[terms.candidates.terms]
+    return TokenScores(logprobs=logprobs, entropy=entropy, candidate_logprobs=candidates)
+
+
+def log_kept_mass(logprobs: Tensor, kept: TermSets) -> Tensor:
+    """[M] log of the probability of each term's kept set; 0 for an empty one, which stands for the vocabulary.
+
+    A target's log-prob less this is its log-prob among what truncated sampling kept (DeepSeek-V3.2, section 3.1).
+
+    Args:
+        logprobs: [K] log-probs of the sets' entries over the vocabulary.
+        kept: The sets.
+    """
+    term, count = kept.terms, len(kept.offsets) - 1
+    empty = kept.offsets.diff() == 0
+    highest = logprobs.detach().new_full((count,), -torch.inf)
+    highest = highest.scatter_reduce(0, term, logprobs.detach(), "amax").masked_fill(empty, 0.0)
+    total = torch.zeros_like(highest).index_add(0, term, (logprobs - highest[term]).exp())
+    return total.masked_fill(empty, 1.0).log() + highest
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

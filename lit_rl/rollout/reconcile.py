@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lit_rl.errors import ProducerError
-from lit_rl.types import Sequence, TurnRecord
+from lit_rl.types import Sequence, TokenSets, TurnRecord
 
 
 class Reconciled(NamedTuple):
@@ -69,8 +69,8 @@ class _Held:
             token_ids=np.array(self.token_ids, dtype=np.int64),
             completion_mask=mask,
             sampler_logprobs=np.where(mask, np.array(self.log_probs, dtype=np.float32), np.float32(0)),
-            sampling_masks=self.sampling_masks if _any(self.sampling_masks) else None,
-            sampler_candidates=self.candidates if _any(self.candidates) else None,
+            sampling_masks=_sets(self.sampling_masks),
+            sampler_candidates=_sets(self.candidates),
         )
 
 
@@ -112,5 +112,6 @@ def _trained(turn: TurnRecord, number: int) -> list[bool]:
     return mask
 
 
-def _any(values: list[Any] | None) -> bool:
-    return values is not None and any(value is not None for value in values)
+def _sets(values: list[Any] | None) -> TokenSets | None:
+    """None where no token has one."""
+    return TokenSets.of(values) if values is not None and any(value is not None for value in values) else None

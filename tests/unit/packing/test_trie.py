@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lit_rl.errors import PackingError
 from lit_rl.packing.trie import PrefixTrie, empty_row, pack
 from lit_rl.tensors import PackedRow
-from lit_rl.types import Sample
+from lit_rl.types import Sample, TokenSets
 from tests.fakes.samples import forests, sample
 
 
@@ -153,3 +154,42 @@ def test_what_a_sample_would_add_is_what_it_adds(samples: list[Sample]) -> None:
         assert trie.num_tokens == before[0] + cursor.new_tokens == row.tree.num_tokens
         assert trie.num_terms == before[1] + cursor.new_terms == len(row.terms)
         assert trie.num_pairs == before[2] + cursor.new_pairs == int((row.tree.position_ids + 1).sum())
+
+
+def test_sets_of_tokens_travel_with_their_loss_terms() -> None:
+    """The second sample has none: its terms have empty ones. The first token of a sample predicts nothing."""
+    first, second = sample([1, 2, 3], [1, 1, 1]), sample([1, 2, 4, 5], [0, 0, 1, 1])
+    first.sequence.sampler_candidates = TokenSets.of([{1: -0.5}, {2: -0.25, 9: -2.0}, {7: -1.0}])
+    first.sequence.sampling_masks = TokenSets.of([[1], None, [3, 7]])
+    terms = pack([first, second]).terms
+    assert terms.target_ids.tolist() == [2, 3, 4, 5]
+    assert terms.candidates is not None and terms.kept is not None
+    assert terms.candidates.offsets.tolist() == [0, 2, 3, 3, 3]
+    assert terms.candidates.terms.tolist() == [0, 0, 1]
+    assert terms.candidates.ids.tolist() == [2, 9, 7]
+    assert terms.candidates.logprobs is not None and terms.candidates.logprobs.tolist() == [-0.25, -2.0, -1.0]
+    assert terms.kept.offsets.tolist() == [0, 0, 2, 2, 2]
+    assert (terms.kept.ids.tolist(), terms.kept.logprobs) == ([3, 7], None)
+
+
+def test_a_row_without_sets_has_none() -> None:
+    terms = pack([sample([1, 2, 3])]).terms
+    assert terms.candidates is None and terms.kept is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=forests(), seed=st.integers(0, 9))
+def test_each_loss_term_gets_the_set_of_its_own_token(samples: list[Sample], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    expected = []
+    for number, one in enumerate(samples):
+        sets = [draw.integers(0, 50, draw.integers(0, 4)).tolist() for _ in one.sequence.token_ids]
+        if number % 3 == 2:
+            sets = [[] for _ in sets]
+        else:
+            one.sequence.sampling_masks = TokenSets.of(sets)
+        expected += [own for own, trained in list(zip(sets, one.sequence.completion_mask, strict=True))[1:] if trained]
+    kept = pack(samples).terms.kept
+    assert kept is not None
+    assert [part.tolist() for part in kept.ids.tensor_split(kept.offsets[1:-1])][: len(expected)] == expected
+    assert len(kept.offsets) == len(expected) + 1

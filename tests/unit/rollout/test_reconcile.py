@@ -79,8 +79,11 @@ def test_untrained_tokens_need_no_log_probs():
 def test_candidates_and_masks_keep_their_places():
     first = turn([1], [2], output_sampling_mask=[[2, 5]], output_sampler_logprobs=[{2: -0.1}])
     (sequence,) = reconcile([first, turn([1, 2, 3], [4])]).sequences
-    assert sequence.sampling_masks == [None, [2, 5], None, None]
-    assert sequence.sampler_candidates == [None, {2: -0.1}, None, None]
+    masks, candidates = sequence.sampling_masks, sequence.sampler_candidates
+    assert masks is not None and candidates is not None and candidates.logprobs is not None
+    assert (masks.offsets.tolist(), masks.ids.tolist(), masks.logprobs) == ([0, 0, 2, 2, 2], [2, 5], None)
+    assert (candidates.offsets.tolist(), candidates.ids.tolist()) == ([0, 0, 1, 1, 1], [2])
+    assert candidates.logprobs.tolist() == pytest.approx([-0.1])
 
 
 def test_without_truncated_sampling_there_are_no_masks():
