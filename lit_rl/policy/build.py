@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_rl.errors import SettingsError
 from lit_rl.policy.checkpoint import LOCATION, require_model
 from lit_rl.policy.checks import dropout_attributes, refuse_unsupported
 from lit_rl.policy.tree_attention.registry import resolve_attention
+from lit_rl.settings import require
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -26,6 +30,7 @@ def build_policy(
     attention: str = "auto",
     gradient_checkpointing: bool = True,
     disable_dropout: bool = False,
+    compile_layers: bool = False,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """Loads the policy, in training mode, with tree attention, refusing what would train wrongly.
@@ -38,6 +43,7 @@ def build_policy(
         attention: ``auto`` or a backend by name.
         gradient_checkpointing: Recompute each layer in the backward.
         disable_dropout: Set every dropout of the model to 0.
+        compile_layers: Run each decoder layer through ``torch.compile``, with dynamic shapes.
         device: Where the weights are loaded and the model will run, which decides what ``auto`` means; torch's default
             device when None.
 
@@ -50,6 +56,7 @@ def build_policy(
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             disable_dropout=disable_dropout,
+            compile_layers=compile_layers,
         )
     extra = _checked_kwargs(init_kwargs)
     place = torch.get_default_device() if device is None else torch.device(device)
@@ -66,7 +73,12 @@ def build_policy(
     except (OSError, ValueError, SafetensorError) as cause:
         raise SettingsError("model.pretrained", pretrained, f"it cannot be loaded: {cause}") from cause
     model.to(place)
-    return prepare_policy(model, gradient_checkpointing=gradient_checkpointing, disable_dropout=disable_dropout)
+    return prepare_policy(
+        model,
+        gradient_checkpointing=gradient_checkpointing,
+        disable_dropout=disable_dropout,
+        compile_layers=compile_layers,
+    )
 
 
 def prepare_policy(
@@ -75,6 +87,7 @@ def prepare_policy(
     attention: str | None = None,
     gradient_checkpointing: bool = True,
     disable_dropout: bool = False,
+    compile_layers: bool = False,
 ) -> PreTrainedModel:
     """Makes a loaded model the policy (it is changed in place); also for a model given as an object.
 
@@ -83,9 +96,10 @@ def prepare_policy(
         attention: Backend to switch to; None keeps the one that it has.
         gradient_checkpointing: Recompute each layer in the backward.
         disable_dropout: Set every dropout of the model to 0.
+        compile_layers: Run each decoder layer through ``torch.compile``, with dynamic shapes.
 
     Raises:
-        SettingsError: the model has something that tree attention cannot do.
+        SettingsError: the model has something that tree attention cannot do, or there is nothing to compile with.
     """
     if attention is not None:
         model.set_attn_implementation(resolve_attention(attention, model.device, model.config.get_text_config()))
@@ -97,7 +111,21 @@ def prepare_policy(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
+    if compile_layers:
+        _compile(model)
     return model.train()
+
+
+def _compile(model: PreTrainedModel) -> None:
+    """Layer by layer: one compilation serves all layers, and names of parameters stay what they are."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    name = type(model).__name__
+    require("model.compile", True, bool(layers), f"{name} has no decoder layers that can be compiled; give false")
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    found = model.device.type != "cpu" or any(shutil.which(compiler) for compiler in compilers)
+    require("model.compile", True, found, f"on CPU it needs a C++ compiler ({' or '.join(compilers)}); give false")
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def remove_dropout(model: PreTrainedModel) -> None:

@@ -38,6 +38,7 @@ class PolicyModule(pl.LightningModule):
         attention: Tree attention backend: ``auto``, or one by name.
         gradient_checkpointing: Recompute activations in the backward pass.
         disable_dropout: Set every dropout to 0; needed where the checkpoint has any: a shared token is forwarded once.
+        compile: Run each decoder layer through ``torch.compile``, with dynamic shapes.
         optimizer: Built from the parameters.
         lr_scheduler: Built from the optimizer, stepped once per optimizer step; constant by default.
         gradient_clip_val: Set through ``trainer.gradient_clip_val`` on the command line. None does not clip.
@@ -58,6 +59,7 @@ class PolicyModule(pl.LightningModule):
         attention: str = "auto",
         gradient_checkpointing: bool = True,
         disable_dropout: bool = False,
+        compile: bool = False,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
         gradient_clip_val: float | None = 1.0,
@@ -75,6 +77,7 @@ class PolicyModule(pl.LightningModule):
         self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
         self.disable_dropout = disable_dropout
+        self.compile_layers = compile  # a module's `compile` is torch's own method
         self.gradient_clip_val = gradient_clip_val
         self.gradient_clip_algorithm: ClipAlgorithm = gradient_clip_algorithm or "norm"
         self.default_callbacks = default_callbacks
@@ -113,6 +116,7 @@ class PolicyModule(pl.LightningModule):
             attention=self.attention,
             gradient_checkpointing=self.gradient_checkpointing,
             disable_dropout=self.disable_dropout,
+            compile_layers=self.compile_layers,
         )
 
     def configure_optimizers(self) -> Any:

@@ -20,7 +20,8 @@ def register() -> None:
     a row's layout says everything.
     """
     for name, function in BACKENDS.items():
-        AttentionInterface.register(PREFIX + name, function)
+        # under model.compile a row's plan, new for each row, must not be traced: it would be compiled anew each time
+        AttentionInterface.register(PREFIX + name, torch.compiler.disable(function))
 
 
 def resolve_attention(name: str, device: torch.device | str, config: PretrainedConfig | None = None) -> str:

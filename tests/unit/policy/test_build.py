@@ -102,3 +102,9 @@ def test_what_is_saved_loads_as_an_ordinary_model(folder: Path, tmp_path: Path) 
     assert torch.equal(loaded.get_output_embeddings().weight, policy.get_input_embeddings().weight)
     assert (out / "tokenizer.json").exists()
     assert list(out.glob("*.safetensors"))
+
+
+def test_compiling_on_cpu_without_a_compiler_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SettingsError, match=r"model\.compile = True.*no-such-compiler.*give false"):
+        build_policy(tiny_model(LlamaConfig), compile_layers=True)

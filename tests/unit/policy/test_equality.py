@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from lit_rl.packing.trie import pack
+from lit_rl.policy.build import build_policy
 from lit_rl.policy.forward import score_row
 from lit_rl.types import Sample
 from tests.fakes.policies import furthest, gradients, scored_alone, tiny_model, tiny_policy
@@ -118,3 +119,18 @@ def test_float32_agrees_with_float32_alone() -> None:
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
     expected = scored_alone(tiny_model(LlamaConfig, dtype=torch.float32), samples)[0]
     torch.testing.assert_close(scores.logprobs, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_equal_samples_alone_and_are_compiled_once_for_rows_of_all_sizes(checkpointing: bool) -> None:
+    torch.compiler.reset()
+    model, alone = tiny_model(LlamaConfig), plain("llama")
+    compiled = build_policy(model, attention="cpu", gradient_checkpointing=checkpointing, compile_layers=True)
+    graphs = []
+    for rows in ([[1, 2, 3, 4], [1, 2, 5]], [[1, 2, 3, 4, 7, 8], [1, 2, 5], [3]], [[4, 5], [4, 8, 9, 1, 2, 3, 4]]):
+        samples = [sample(tokens) for tokens in rows]
+        ours, theirs = score_row(compiled, pack(samples)).logprobs, scored_alone(alone, samples)[0]
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        assert furthest(gradients(compiled, ours.sum()), gradients(alone, theirs.sum())) < 1e-9
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs == [graphs[0]] * 3
