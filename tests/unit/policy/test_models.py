@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
@@ -26,7 +28,7 @@ from lit_rl.errors import SettingsError
 from lit_rl.packing.trie import pack
 from lit_rl.policy.build import build_policy
 from lit_rl.policy.forward import score_row
-from tests.fakes.policies import furthest, gradients, scored_alone, tiny_model, tiny_policy
+from tests.fakes.policies import SIZES, furthest, gradients, scored_alone, tiny_model, tiny_policy
 from tests.fakes.samples import sample
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 7], [1, 2, 8, 9], [1, 2, 8, 5, 5, 5], [1, 3], [9, 8, 7, 6, 5, 4, 3, 2]]
@@ -94,6 +96,11 @@ def test_recurrent_layers_are_refused_by_name() -> None:
 def test_convolutions_are_refused_because_they_look_along_the_row() -> None:
     with pytest.raises(SettingsError, match="conv"):
         tiny_policy(Lfm2Config, layer_types=["conv", "full_attention"])
+
+
+def test_attention_sinks_are_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"GptOssForCausalLM.*attention sinks"):
+        build_policy(GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)))
 
 
 def test_dropout_is_refused_with_the_remedy_and_the_remedy_works() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,6 +118,23 @@ def test_a_row_too_deep_for_the_cut_is_still_exact(attention: object) -> None:
     inputs = operands(plan.num_tokens)
     output, _ = attention(nn.Identity(), *inputs, None, sliding_window=40, tree=plan)  # type: ignore[operator]
     torch.testing.assert_close(output.transpose(1, 2), by_hand(*inputs, plan.mask(40)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("attention", [reference_attention, cpu_attention])
+@settings(max_examples=40, deadline=None)
+@given(samples=forests(), window=st.none() | st.integers(1, 6), data=st.data())
+def test_another_token_moves_what_sees_it_and_nothing_else_by_a_bit(
+    attention: Callable[..., tuple[Tensor, None]], samples: list[Sample], window: int | None, data: st.DataObject
+) -> None:
+    plan = TreePlan(pack(samples).tree)
+    query, key, value = (tensor.detach() for tensor in operands(plan.num_tokens))
+    before, _ = attention(nn.Identity(), query, key, value, None, sliding_window=window, tree=plan)
+    place = data.draw(st.integers(0, plan.num_tokens - 1))
+    key[:, :, place] += 3.0
+    value[:, :, place] -= 2.0
+    after, _ = attention(nn.Identity(), query, key, value, None, sliding_window=window, tree=plan)
+    moved = (before != after).any(-1).any(-1)[0]
+    assert torch.equal(moved, plan.mask(window)[:, place])
 
 
 def test_capped_scores_are_refused_on_cpu_by_name() -> None:
