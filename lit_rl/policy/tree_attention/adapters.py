@@ -232,9 +232,10 @@ class FlashAttention4:
 class Aiter:
     """AMD's Triton kernels on ROCm.
 
-    Signatures: huggingface/kernels-community, aiter-flash-attn/torch-ext/aiter_flash_attn/mha.py at 3c551ab4, which is
-    aiter/ops/triton/attention/mha.py of ROCm/aiter. A right window is refused there, a left window of 0 means none.
-    Log-sum-exp: [N, heads] float32. The backward is the one that adds without atomics: deterministic always.
+    Signatures: huggingface/kernels-community, aiter-flash-attn/torch-ext/aiter_flash_attn: mha.py at 3c551ab4 and
+    mha_onekernel_bwd.py at 1267ac44, from aiter/ops/triton/attention of ROCm/aiter. A right window is refused there, a
+    left window of 0 means none. Log-sum-exp: [N, heads] float32. The backward is the one that adds without atomics:
+    deterministic always.
     """
 
     dtypes = HALVES
