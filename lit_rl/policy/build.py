@@ -32,6 +32,7 @@ def build_policy(
     disable_dropout: bool = False,
     compile_layers: bool = False,
     device: torch.device | str | None = None,
+    compute_dtype: str | None = None,
 ) -> PreTrainedModel:
     """Loads the policy, in training mode, with tree attention, refusing what would train wrongly.
 
@@ -46,6 +47,7 @@ def build_policy(
         compile_layers: Run each decoder layer through ``torch.compile``, with dynamic shapes.
         device: Where the weights are loaded and the model will run, which decides what ``auto`` means; torch's default
             device when None.
+        compute_dtype: What the trainer's precision computes in; the weights' own when None.
 
     Raises:
         SettingsError: names ``model.pretrained``, ``model.attention``, ... and the remedy.
@@ -57,15 +59,17 @@ def build_policy(
             gradient_checkpointing=gradient_checkpointing,
             disable_dropout=disable_dropout,
             compile_layers=compile_layers,
+            compute_dtype=compute_dtype,
         )
     extra = _checked_kwargs(init_kwargs)
     place = torch.get_default_device() if device is None else torch.device(device)
     config = _load_config(pretrained, trust_remote_code, extra)
-    implementation = resolve_attention(attention, place, config.get_text_config())
+    computed = _torch_dtype(compute_dtype or dtype) or config.dtype or torch.float32
+    implementation = resolve_attention(attention, place, config.get_text_config(), computed)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             pretrained,
-            dtype=_dtype(dtype),
+            dtype=_torch_dtype(dtype) or "auto",
             attn_implementation=implementation,
             trust_remote_code=trust_remote_code,
             **extra,
@@ -78,6 +82,7 @@ def build_policy(
         gradient_checkpointing=gradient_checkpointing,
         disable_dropout=disable_dropout,
         compile_layers=compile_layers,
+        compute_dtype=compute_dtype,
     )
 
 
@@ -88,6 +93,7 @@ def prepare_policy(
     gradient_checkpointing: bool = True,
     disable_dropout: bool = False,
     compile_layers: bool = False,
+    compute_dtype: str | None = None,
 ) -> PreTrainedModel:
     """Makes a loaded model the policy (it is changed in place); also for a model given as an object.
 
@@ -97,15 +103,18 @@ def prepare_policy(
         gradient_checkpointing: Recompute each layer in the backward.
         disable_dropout: Set every dropout of the model to 0.
         compile_layers: Run each decoder layer through ``torch.compile``, with dynamic shapes.
+        compute_dtype: What the trainer's precision computes in; the weights' own when None.
 
     Raises:
         SettingsError: the model has something that tree attention cannot do, or there is nothing to compile with.
     """
+    computed = (_torch_dtype(compute_dtype) if compute_dtype else None) or model.dtype
     if attention is not None:
-        model.set_attn_implementation(resolve_attention(attention, model.device, model.config.get_text_config()))
+        config = model.config.get_text_config()
+        model.set_attn_implementation(resolve_attention(attention, model.device, config, computed))
     if disable_dropout:
         remove_dropout(model)
-    refuse_unsupported(model)
+    refuse_unsupported(model, computed)
     if gradient_checkpointing:
         # the reentrant kind loses gradients of keyword arguments
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -155,12 +164,11 @@ def _checked_kwargs(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return extra
 
 
-def _dtype(name: str) -> torch.dtype | str:
-    if name == "auto":
-        return "auto"
-    if name not in _DTYPES:
+def _torch_dtype(name: str) -> torch.dtype | None:
+    """None for ``auto``."""
+    if name != "auto" and name not in _DTYPES:
         raise SettingsError("model.dtype", name, f"give auto or one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    return _DTYPES.get(name)
 
 
 def _load_config(pretrained: str, trust_remote_code: bool, extra: dict[str, Any]) -> PretrainedConfig:

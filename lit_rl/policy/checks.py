@@ -13,6 +13,7 @@ from lit_rl.tensors import LossTerms, PackedRow, TreeLayout
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_BOUND_ROPES = {"dynamic", "longrope"}
+_HALVES = (torch.bfloat16, torch.float16)
 # Layers that carry a state along the packed row, past the end of a branch.
 _STATEFUL = (
     "mamba",
@@ -26,12 +27,17 @@ _STATEFUL = (
 )
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raises SettingsError where packing would silently train something else than each sample alone."""
+def refuse_unsupported(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raises SettingsError where packing would silently train something else than each sample alone.
+
+    Args:
+        model: The policy, not yet trained.
+        dtype: What it will compute in: autocast's type, or the weights'.
+    """
     _refuse_layers(model)
     _refuse_dropout(model)
     output_head(model)
-    _probe(model)
+    _probe(model, dtype)
 
 
 def dropout_attributes(owner: object) -> list[str]:
@@ -84,25 +90,27 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
-def _probe(model: PreTrainedModel) -> None:
+def _probe(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Runs [1, 2, 3] and [1, 2, 4, 5] as a tree and alone, and the head against the model's own.
 
     This catches what no list of names does: a layer that looks along the row, positions that are ignored, logits that
     the model changes in a way of its own. Errors of that kind are of the size of the values, far above any rounding.
     """
     parameter = next(model.parameters())
-    if parameter.is_meta or (parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)):
+    on_cpu = parameter.device.type == "cpu"
+    if parameter.is_meta or (on_cpu and parameter.dtype in _HALVES):
         return  # nothing to run, or half precision on CPU, where a large model would take minutes
     training = model.training
     model.eval()
+    mixed = not on_cpu and dtype in _HALVES and dtype != parameter.dtype
     try:
-        with torch.no_grad():
-            _compare(model)
+        with torch.no_grad(), torch.autocast(parameter.device.type, dtype if mixed else None, enabled=mixed):
+            _compare(model, tolerance=0.1 if mixed or parameter.dtype in _HALVES else 1e-3)
     finally:
         model.train(training)
 
 
-def _compare(model: PreTrainedModel) -> None:
+def _compare(model: PreTrainedModel, tolerance: float) -> None:
     def refuse(why: str) -> SettingsError:
         return SettingsError("model.pretrained", type(model).__name__, f"{why}; choose another model")
 
@@ -112,7 +120,9 @@ def _compare(model: PreTrainedModel) -> None:
         packed, alone = hidden_states(model, tree), hidden_states(model, long)
     except (PackingError, TypeError) as cause:
         raise refuse(f"tree attention does not fit it ({cause})") from cause
-    if _apart(packed, torch.cat([alone, hidden_states(model, short)[2:]])):
+    expected = torch.cat([alone, hidden_states(model, short)[2:]]).double()
+    apart = (packed.double() - expected).norm(dim=-1)
+    if bool((apart > tolerance * expected.norm(dim=-1).clamp(min=1e-6)).any()):
         raise refuse("tokens of one branch reach another in a packed row")
     own = model(
         input_ids=long.tree.token_ids[None],
@@ -120,9 +130,9 @@ def _compare(model: PreTrainedModel) -> None:
         use_cache=False,
         tree=TreePlan(long.tree),
     ).logits[0]
-    own = own.float().log_softmax(-1).gather(1, long.terms.target_ids[:, None])
-    ours = score_terms(model, alone, long.terms, temperature=1.0).logprobs[:, None]
-    if _apart(ours, own):
+    own = own.float().log_softmax(-1).gather(1, long.terms.target_ids[:, None])[:, 0].double()
+    ours = score_terms(model, alone, long.terms, temperature=1.0).logprobs.double()
+    if bool(((ours - own).abs() > tolerance * own.abs().clamp(min=1.0)).any()):
         raise refuse("its logits are made in a way that the chunked head does not know")
 
 
@@ -141,10 +151,3 @@ def _row(
     index, none = torch.arange(size), torch.zeros(size)
     terms = LossTerms(index, tree.token_ids.roll(-1), none, none, torch.zeros_like(index))
     return PackedRow(tree, terms).to(next(model.parameters()).device)
-
-
-def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether some row [N, ...] differs by more than rounding, which half precision and expert routing make coarse."""
-    tolerance = 1e-3 if ours.dtype in (torch.float32, torch.float64) else 0.1
-    ours, theirs = ours.double(), theirs.double()
-    return bool(((ours - theirs).norm(dim=-1) > tolerance * theirs.norm(dim=-1).clamp(min=1e-6)).any())

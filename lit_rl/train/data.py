@@ -360,9 +360,9 @@ def _checked(choice: Any, key: str) -> Any:
 
 
 def _check_attention(trainer: pl.Trainer, module: PolicyModule) -> None:
-    from lit_rl.policy.tree_attention.registry import resolve_attention
+    from lit_rl.policy.tree_attention.registry import require_backend
 
-    resolve_attention(module.attention, trainer.strategy.root_device)
+    require_backend(module.attention, trainer.strategy.root_device)
 
 
 def _load_tokenizer(module: PolicyModule) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lit_rl.capabilities import check_module
+from lit_rl.capabilities import check_module, compute_dtype
 from lit_rl.metrics import Last, Mean, Stats, Sum, merge_into
 from lit_rl.tensors import PackedRow, StepBatch, TokenScores
 from lit_rl.train.allocator import keep_freed_memory
@@ -108,6 +108,7 @@ class PolicyModule(pl.LightningModule):
         from lit_rl.policy.build import build_policy
 
         keep_freed_memory()
+        precision = "32-true" if self._trainer is None else str(self.trainer.precision)
         self.policy = build_policy(
             self._given_model if self._given_model is not None else self.pretrained,
             dtype=self.dtype_name,
@@ -117,6 +118,7 @@ class PolicyModule(pl.LightningModule):
             gradient_checkpointing=self.gradient_checkpointing,
             disable_dropout=self.disable_dropout,
             compile_layers=self.compile_layers,
+            compute_dtype=compute_dtype(precision, self.dtype_name),
         )
 
     def configure_optimizers(self) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_rl.errors import SettingsError
 from lit_rl.policy.tree_attention.cascade import Block, blocks
-from lit_rl.policy.tree_attention.plan import TreePlan, required
+from lit_rl.policy.tree_attention.plan import TreePlan, of_one_dtype, required
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -47,9 +47,7 @@ def cpu_attention(
             f"the CPU kernel needs keys ({key.shape[-1]}) and values ({value.shape[-1]}) of one width; "
             "use model.attention=reference",
         )
-    if torch.is_autocast_enabled("cpu"):  # rotated queries and keys are float32 there, values are not
-        lower = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    query, key, value = of_one_dtype(query, key, value)
     window, dtype = plan.binding(sliding_window), query.dtype
     calls = plan.derived(("cascade", window, dtype), lambda: blocks(plan, window, dtype))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

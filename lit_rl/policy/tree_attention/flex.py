@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lit_rl.errors import SettingsError
 from lit_rl.policy.tree_attention.flex_blocks import BLOCK, block_mask
-from lit_rl.policy.tree_attention.plan import TreePlan, required
+from lit_rl.policy.tree_attention.plan import TreePlan, of_one_dtype, required
 from lit_rl.policy.tree_attention.reference import reference_attention
 
 _ONE_KERNEL_FOR_ALL_LENGTHS = {
@@ -53,14 +53,11 @@ def flex_tree_attention(
         SettingsError: tensors with gradients on a CPU.
     """
     plan = required(tree, attention_mask, query)
-    kind = query.device.type
-    if kind == "cpu" and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if query.device.type == "cpu" and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise SettingsError(
             "model.attention", "flex", "FlexAttention has no backward on CPU; use model.attention=auto or cpu"
         )
-    if torch.is_autocast_enabled(kind):  # rotated queries and keys may be float32 there, values are not
-        lower = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    query, key, value = of_one_dtype(query, key, value)
     if plan.num_tokens <= BLOCK:
         return reference_attention(
             module, query, key, value, None, scaling=scaling, sliding_window=sliding_window, softcap=softcap, tree=plan

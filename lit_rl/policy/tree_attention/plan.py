@@ -87,3 +87,12 @@ def required(plan: TreePlan | None, attention_mask: Tensor | None, query: Tensor
     if query.shape[0] != 1 or query.shape[2] != plan.num_tokens:
         raise PackingError(f"queries of shape {tuple(query.shape)} do not fit a row of {plan.num_tokens} tokens")
     return plan
+
+
+def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands in autocast's type where it is on: rotated queries and keys are float32 there, values are not."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    lower = torch.get_autocast_dtype(kind)
+    return query.to(lower), key.to(lower), value.to(lower)

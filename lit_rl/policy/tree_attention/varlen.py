@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lit_rl.policy.tree_attention.adapters import AttentionKernel, Call
 from lit_rl.policy.tree_attention.chains import Entries, entries_of
 from lit_rl.policy.tree_attention.kernels import Needs, kernel_for, wrong_dtype
-from lit_rl.policy.tree_attention.plan import TreePlan, required
+from lit_rl.policy.tree_attention.plan import TreePlan, of_one_dtype, required
 
 ROWS_AT_ONCE = 32768
 """Rows of gathered gradients that are held in float32 at a time while they are added up."""
@@ -27,14 +27,10 @@ ROWS_AT_ONCE = 32768
 def varlen_backend(find: Callable[[torch.device, Needs], AttentionKernel]) -> Callable[..., tuple[Tensor, None]]:
     """The attention function over a row, as transformers' ``AttentionInterface`` calls it.
 
-    It runs outside ``torch.compile``'s graphs: it asks the plan for what was made once for the row, and its kernels are
-    compiled already.
-
     Args:
         find: Gives the kernel for a device and what a model asks of it; called for each layer, so it should remember.
     """
 
-    @torch.compiler.disable
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -54,10 +50,7 @@ def varlen_backend(find: Callable[[torch.device, Needs], AttentionKernel]) -> Ca
         """
         plan = required(tree, attention_mask, query)
         kernel = find(query.device, Needs(query.shape[-1], value.shape[-1], softcap is not None))
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):  # rotated queries and keys are float32 there, values are not
-            lower = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(lower), key.to(lower), value.to(lower)
+        query, key, value = of_one_dtype(query, key, value)
         if query.dtype not in kernel.dtypes:
             raise wrong_dtype(kernel, query.dtype)
         window = plan.binding(sliding_window)

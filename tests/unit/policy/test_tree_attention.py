@@ -7,15 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import Gemma2Config, LlamaConfig
 
 from lit_rl.errors import PackingError, SettingsError
 from lit_rl.packing.trie import pack
+from lit_rl.policy.tree_attention import kernels, registry
 from lit_rl.policy.tree_attention.cascade import Costs, blocks
 from lit_rl.policy.tree_attention.cpu import attend, cpu_attention
 from lit_rl.policy.tree_attention.plan import TreePlan
 from lit_rl.policy.tree_attention.reference import reference_attention
-from lit_rl.policy.tree_attention.registry import resolve_attention
+from lit_rl.policy.tree_attention.registry import require_backend, resolve_attention
 from lit_rl.types import Sample
+from tests.fakes.attention_kernel import DenseKernel
 from tests.fakes.samples import forests, group_of, sample
 
 FREE_CALLS = Costs(call=0, merge=0, merge_row=0, piece=1)
@@ -148,13 +151,49 @@ def test_a_model_called_without_a_row_says_so() -> None:
         cpu_attention(nn.Identity(), *operands(2), None)
 
 
-def test_auto_means_the_cascade_on_cpu_and_the_dense_mask_elsewhere() -> None:
-    assert resolve_attention("auto", "cpu") == "lit_rl_tree_cpu"
-    assert resolve_attention("auto", "cuda") == "lit_rl_tree_reference"
-    with pytest.raises(SettingsError, match=r"model\.attention = 'flash'.*cpu, reference"):
-        resolve_attention("flash", "cpu")
-    with pytest.raises(SettingsError, match="runs on CPU only"):
-        resolve_attention("cpu", "cuda")
+def test_auto_means_the_cascade_on_cpu_and_the_dense_mask_where_no_other_backend_runs() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2)
+    assert resolve_attention("auto", "cpu", config) == "lit_rl_tree_cpu"
+    assert resolve_attention("auto", "cpu", Gemma2Config()) == "lit_rl_tree_reference"  # it caps scores
+    assert resolve_attention("auto", "mps", config) == "lit_rl_tree_reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("flash", "cpu", r"model\.attention = 'flash'.*auto or one of cpu, flex, reference, varlen"),
+        ("cpu", "cuda", "runs on CPU only"),
+        ("varlen", "cpu", "runs on GPUs of NVIDIA and AMD.*use model.attention=auto"),
+        ("flex", "cpu", "no backward on CPU; use auto or cpu"),
+        ("flex", "cuda", "compiled with triton, which is not installed; use reference"),
+    ],
+)
+def test_a_backend_that_does_not_run_here_is_refused_by_name(name: str, device: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        require_backend(name, device)
+    with pytest.raises(SettingsError, match=message):
+        resolve_attention(name, device, LlamaConfig())
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 whose FlashAttention-3 is at hand."""
+    kernel = DenseKernel()
+    kernel.dtypes = (torch.bfloat16, torch.float16)
+    monkeypatch.setattr(registry, "machine_of", lambda device: kernels.Machine("nvidia", (9, 0)))
+    monkeypatch.setattr(kernels, "kernel_for", lambda device, needs: kernel)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [(torch.bfloat16, "varlen"), (torch.float32, "flex"), (torch.float64, "reference")]
+)
+def test_auto_on_a_gpu_is_the_fastest_backend_for_the_type_that_is_computed_in(
+    hopper: None, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, backend: str
+) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2)
+    assert resolve_attention("auto", "cuda", config, dtype) == f"lit_rl_tree_{backend}"
+    assert ("trainer.precision" in caplog.text) == (backend != "varlen")  # says what would make it faster
 
 
 def test_under_autocast_rotated_queries_and_keys_are_brought_to_the_type_of_the_values() -> None:
@@ -165,3 +204,18 @@ def test_under_autocast_rotated_queries_and_keys_are_brought_to_the_type_of_the_
         found, _ = cpu_attention(nn.Module(), query, key, value.bfloat16(), None, tree=plan)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), exact, atol=3e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype", "message"),
+    [
+        ("flex", 8, torch.float32, "heads of 16 and wider, this model's are 8"),
+        ("flex", 64, torch.float64, "no float64; use reference"),
+        ("varlen", 64, torch.float32, r"takes bfloat16 and float16.*trainer\.precision=bf16-mixed"),
+    ],
+)
+def test_a_backend_that_cannot_run_the_model_is_refused_by_name(
+    hopper: None, name: str, head_dim: int, dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        resolve_attention(name, "cuda", LlamaConfig(head_dim=head_dim), dtype)
