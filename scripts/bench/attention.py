@@ -9,7 +9,9 @@ while disturbs few of a case's repeats; medians count.
 
 Judged is the time for each (query, key) pair that the row has, over that of plain causal attention over as many tokens
 (N (N + 1) / 2 pairs). Reported are the times of the other ways to the same result over that of ``cpu``: a dense mask
-over the row, and causal attention over each sample alone. Samples of one length are alike: one of them stands for all.
+over the row, and causal attention over each sample alone. What does not depend on the tree, plain causal attention and
+the dense mask, is timed once for all rows of a size; they differ by 3 tokens in a thousand at most. Samples of one
+length are alike: one of them stands for all.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from functools import partial
 
@@ -34,11 +36,10 @@ from lit_rl.train.allocator import keep_freed_memory
 from lit_rl.types import Sample, Sequence
 
 LAYERS, HEADS, KEY_HEADS, WIDTH = 30, 9, 3, 64
+TOKENS_BY_SIZE = {"1k": 1024, "4k": 4096, "16k": 16_384}
 MOST_BY_SIZE = {"1k": 1.5, "4k": 1.5, "16k": 1.25}
 ROUNDS = 3
-TURNS_BY_SIZE = {"1k": 15, "4k": 3, "16k": 1}  # in each round
-
-Sides = dict[Hashable, Callable[[], object]]
+TURNS_BY_SIZE = {"1k": 15, "4k": 3, "16k": 1}  # in each round; what is only reported takes one
 
 draw = np.random.default_rng(0)
 
@@ -82,26 +83,20 @@ ROWS = {
     "1k, nothing shared": groups(4, 1, 128, 128),
     "1k, 8 of one prompt": groups(1, 8, 512, 64),
     "1k, 8 of one long prompt": groups(1, 8, 800, 28),
-    "1k, forked conversation": forked_conversation(3, 112, 115),
+    "1k, forked conversation": forked_conversation(3, 150, 115),
     "1k, binary tree": binary_tree(3, 146),
     "4k, nothing shared": groups(8, 1, 256, 256),
     "4k, 8 of one prompt": groups(1, 8, 2048, 256),
     "4k, 8 ragged ones of one prompt": ragged(1024, 64, 704),
     "4k, 4 groups of 8": groups(4, 8, 256, 96),
-    "4k, forked conversation": forked_conversation(10, 150, 130),
+    "4k, forked conversation": forked_conversation(10, 162, 130),
     "4k, binary tree": binary_tree(4, 273),
     "16k, nothing shared": groups(16, 1, 512, 512),
     "16k, 8 of one long prompt": groups(1, 8, 14_336, 256),
     "16k, 4 groups of 8": groups(4, 8, 1024, 384),
-    "16k, forked conversation": forked_conversation(20, 220, 300),
+    "16k, forked conversation": forked_conversation(20, 234, 300),
     "16k, binary tree": binary_tree(6, 260),
 }
-
-
-def plan_of(samples: list[np.ndarray]) -> tuple[TreePlan, int]:
-    """The plan of the samples as one row, and its number of (query, key) pairs."""
-    row = pack([_sample(tokens) for tokens in samples])
-    return TreePlan(row.tree), row.attention_pairs
 
 
 def _sample(tokens: np.ndarray) -> Sample:
@@ -132,54 +127,76 @@ def over_tree(backend: Callable[..., tuple[Tensor, None]], plan: TreePlan) -> Ca
     return lambda query, key, value: backend(nn.Identity(), query, key, value, None, tree=plan)[0]
 
 
-class Case:
-    """One row, its sides, and the seconds that each of them took so far."""
+class Clock:
+    """Seconds of each side, from all of its turns."""
 
+    def __init__(self) -> None:
+        self._took: dict[Hashable, list[float]] = defaultdict(list)
+
+    def time(self, side: Hashable, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        self._took[side].append(time.perf_counter() - started)
+
+    def median(self, side: Hashable) -> float:
+        return statistics.median(self._took[side])
+
+
+class Row:
     def __init__(self, name: str, samples: list[np.ndarray]) -> None:
         self.name, self.size = name, name.split(",")[0]
-        plan, self.pairs = plan_of(samples)
-        self.tokens, self.lengths = plan.num_tokens, Counter(map(len, samples))
-        row = Layer(self.tokens)
-        self.judged: Sides = {
-            "planning": lambda: blocks(TreePlan(plan.layout), None, torch.float32),
-            "cpu": partial(row, over_tree(cpu_attention, plan)),
-            "causal": partial(row, causal),
-        }
-        self.reported: Sides = {"dense": lambda: row(over_tree(reference_attention, TreePlan(plan.layout)))}
-        self.reported |= {length: partial(Layer(length), causal) for length in self.lengths}
-        self.took: dict[Hashable, list[float]] = {side: [] for side in self.judged | self.reported}
+        packed = pack([_sample(tokens) for tokens in samples])
+        self.tree, self.pairs = packed.tree, packed.attention_pairs
+        self.lengths = Counter(map(len, samples))
+        assert abs(self.tree.num_tokens / TOKENS_BY_SIZE[self.size] - 1) < 0.003
 
-    def round(self) -> None:
-        """What is only reported takes one turn."""
-        turns = TURNS_BY_SIZE[self.size]
-        for sides in [self.judged] * turns + [self.reported]:
-            for side, work in sides.items():
-                started = time.perf_counter()
-                work()
-                self.took[side].append(time.perf_counter() - started)
+        self.plan, self.layer = TreePlan(self.tree), Layer(self.tree.num_tokens)
 
-    def ratio(self) -> float:
+    def turn(self, clock: Clock) -> None:
+        clock.time((self.name, "planning"), lambda: blocks(TreePlan(self.tree), None, torch.float32))
+        clock.time((self.name, "cpu"), lambda: self.layer(over_tree(cpu_attention, self.plan)))
+
+    def alone(self, clock: Clock) -> None:
+        for length in self.lengths:
+            clock.time((self.name, length), partial(Layer(length), causal))
+
+    def ratio(self, clock: Clock) -> float:
         """Time for each pair over that of the plain causal call; prints what is only reported."""
-        took = {side: statistics.median(seconds) for side, seconds in self.took.items()}
-        cpu = took["cpu"] + took["planning"] / LAYERS
-        alone = sum(took[length] * count for length, count in self.lengths.items())
+        planning = clock.median((self.name, "planning"))
+        cpu = clock.median((self.name, "cpu")) + planning / LAYERS
+        plain, dense = clock.median((self.size, "causal")), clock.median((self.size, "dense"))
+        alone = sum(clock.median((self.name, length)) * count for length, count in self.lengths.items())
         raw = sum(length * count for length, count in self.lengths.items())
         print(
-            f"{self.name}: {self.tokens} of {raw} tokens; cpu {cpu * 1e3:.1f} ms (planning the row "
-            f"{took['planning'] * 1e3:.1f} ms), plain causal {took['causal'] * 1e3:.1f} ms; over cpu: "
-            f"dense mask {took['dense'] / cpu:.2f}, each sample alone {alone / cpu:.2f}"
+            f"{self.name}: {self.tree.num_tokens} of {raw} tokens; cpu {cpu * 1e3:.1f} ms (planning the row "
+            f"{planning * 1e3:.1f} ms), plain causal {plain * 1e3:.1f} ms; over cpu: dense mask {dense / cpu:.2f}, "
+            f"each sample alone {alone / cpu:.2f}"
         )
-        return (cpu / self.pairs) / (took["causal"] / (self.tokens * (self.tokens + 1) / 2))
+        tokens = TOKENS_BY_SIZE[self.size]
+        return (cpu / self.pairs) / (plain / (tokens * (tokens + 1) / 2))
+
+
+def turns(size: str, rows: list[Row], clock: Clock) -> None:
+    """One round of all sides of a size."""
+    layer = Layer(TOKENS_BY_SIZE[size])
+    for _ in range(TURNS_BY_SIZE[size]):
+        clock.time((size, "causal"), partial(layer, causal))
+        for row in rows:
+            row.turn(clock)
+    clock.time((size, "dense"), partial(layer, over_tree(reference_attention, TreePlan(rows[0].tree))))
 
 
 def main() -> None:
     torch.manual_seed(0)
     keep_freed_memory()  # as in a trainer
-    cases = [Case(name, samples) for name, samples in ROWS.items()]
-    for _ in range(ROUNDS):
-        for case in cases:
-            case.round()
-    figures = {case.name: {"value": round(case.ratio(), 3), "at_most": MOST_BY_SIZE[case.size]} for case in cases}
+    clock, rows = Clock(), [Row(name, samples) for name, samples in ROWS.items()]
+    for number in range(ROUNDS):
+        for size in TOKENS_BY_SIZE:
+            turns(size, [row for row in rows if row.size == size], clock)
+        for row in rows:
+            if number == 0 or row.size != "16k":  # a sample of 14 thousand tokens takes as long as all others
+                row.alone(clock)
+    figures = {row.name: {"value": round(row.ratio(clock), 3), "at_most": MOST_BY_SIZE[row.size]} for row in rows}
     print(json.dumps({"bench": "attention", "cases": figures}))
 
 
