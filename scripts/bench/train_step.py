@@ -119,7 +119,7 @@ class Group:
 
 CASES = {"case 1": Group(239, 8, 64), "case 2": Group(768, 5, 48)}
 SMALL = Group(8, 2, 4)
-TURNS = {"padded": 3, "trl": 3, "roots": 1}  # of each side with ours; the last is only reported
+TURNS = {"padded": 5, "trl": 3, "roots": 1}  # of each side with ours; the last is only reported
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,7 @@ def serve(parent: Connection, name: str, group: Group, allocator: str) -> None:
     step = side.step(group)
     parent.send(first_figures(side, step, group))
     while parent.recv():
+        side.model.zero_grad()  # as an optimizer leaves it
         parent.send(seconds(step))
 
 
