@@ -192,6 +192,8 @@ REGISTRY: tuple[MetricSpec, ...] = _specs(
     ("sampling/sampling_logp_difference/mean", "nats", "mean", "absolute log-prob difference of a trained token"),
     ("sampling/sampling_logp_difference/max", "nats", "max", "largest such difference"),
     ("sampling/kl", "nats", "mean", "divergence of the policy from the sampler, estimated as (r - 1) - log r"),
+    ("sampling/masked_mean", "fraction", "mean", "trained tokens whose ratio is outside the band of score centering"),
+    ("sampling/sampler_mass", "fraction", "mean", "the sampler's probability of the candidates that it told"),
     # time
     ("perf/step_s", "s", "mean", "wall time between optimizer steps, everything included"),
     ("perf/fwd_bwd_s", "s", "mean", "forward and backward of a step"),

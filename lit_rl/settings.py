@@ -124,6 +124,7 @@ class RolloutSettings:
         seed: Of the prompt order and of request seeds.
         shuffle: Whether each epoch's order is a permutation by seed and epoch.
         max_epochs: Passes over the prompts; None = until told to stop.
+        num_sampler_logprobs: Most likely tokens of each position that the sampler tells; 0 = only the sampled one.
         drop_equal_rewards: GRPO's rule; objectives say whether they have it.
         release_by_version: 0, or how many groups may start per policy version (``max_staleness = 0``).
         sampling: Sampling options.
@@ -143,6 +144,7 @@ class RolloutSettings:
     seed: int = 42
     shuffle: bool = False
     max_epochs: int | None = None
+    num_sampler_logprobs: int = 0
     drop_equal_rewards: bool = True
     release_by_version: int = 0
     sampling: Sampling = field(default_factory=Sampling)

@@ -13,6 +13,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
     exit 2
 }
 
+# Some tests run torch.compile, which on CPU writes C++.
+command -v "${CXX:-g++}" >/dev/null || {
+    echo "test.sh: there is no C++ compiler (${CXX:-g++}); on Debian and Ubuntu: apt install g++ python3-dev" >&2
+    exit 1
+}
+
 # Tests reach no hub, no tracker and no cache of the user's.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline VLLM_NO_USAGE_STATS=1
 export HF_HOME=$PWD/.cache/huggingface

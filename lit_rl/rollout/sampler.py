@@ -116,8 +116,11 @@ class Sampler:
     def _request(self, prompt_ids: list[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
         """Route and body of a request."""
         sampling = self._settings.sampling
-        # logprobs 0 = the sampled token's own and nothing else.
-        fields = NEUTRAL | {"temperature": sampling.temperature, "max_tokens": max_tokens, "logprobs": 0}
+        # logprobs 0 = the sampled token's own and nothing else. The generate route cuts its list, the sampled token
+        # first, at as many as were asked for: one more leaves space for all others.
+        wanted = self._settings.num_sampler_logprobs
+        asked = wanted + 1 if wanted and self._endpoint.generate_route else wanted
+        fields = NEUTRAL | {"temperature": sampling.temperature, "max_tokens": max_tokens, "logprobs": asked}
         fields |= sampling.extra
         if self._endpoint.send_seeds:
             fields["seed"] = self._seed()
@@ -144,7 +147,8 @@ class Sampler:
         return min(10.0, self._backoff_s * 2**attempt) * (1 + random.random() / 4)
 
     async def _try(self, url: str, route: str, body: dict[str, Any], prompt_ids: list[int]) -> TurnRecord:
-        turn = read_answer(await self._post(url, route, body), route, prompt_ids)
+        answer = await self._post(url, route, body)
+        turn = read_answer(answer, route, prompt_ids, candidates=self._settings.num_sampler_logprobs)
         if turn.finish_reason == "abort":  # somebody paused the server in a way that throws requests away
             raise _Retryable(ServerUnreachable(f"{url}{route} aborted the request"))
         return turn
@@ -174,8 +178,14 @@ class Sampler:
         return _parsed(text, url + route)
 
 
-def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int]) -> TurnRecord:
+def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int], candidates: int = 0) -> TurnRecord:
     """A server's answer as a record.
+
+    Args:
+        answer: The answer's JSON.
+        route: Which route gave it.
+        prompt_ids: The prompt sent.
+        candidates: How many most likely tokens of each position were asked for.
 
     Raises:
         ServerError: a token without a log-prob, or fields that do not fit together; names the position.
@@ -184,6 +194,9 @@ def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int]) -> Tu
         choice = answer["choices"][0]
         output_ids = list(choice["token_ids"])
         named_ids, log_probs = _generate_logprobs(choice) if route == GENERATE else _completion_logprobs(choice)
+        likely = None
+        if candidates:
+            likely = (_generate_candidates if route == GENERATE else _completion_candidates)(choice, candidates)
     except (KeyError, IndexError, TypeError, ValueError) as cause:
         raise ServerError(f"{route} answered without the fields asked for ({cause!r}): {answer!r:.500}") from cause
     _check(route, output_ids, named_ids, log_probs)
@@ -192,6 +205,7 @@ def read_answer(answer: dict[str, Any], route: str, prompt_ids: list[int]) -> Tu
         output_ids=output_ids,
         output_log_probs=log_probs,
         output_sampling_mask=choice.get("sampling_mask"),
+        output_sampler_logprobs=likely,
         finish_reason=choice.get("finish_reason"),
         policy_versions=_policy_versions(choice.get("weight_versions"), len(output_ids)),
     )
@@ -213,6 +227,34 @@ def _completion_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]
     if len(names) != len(output_ids) or not any(name.startswith("token_id:") for name in names):
         return output_ids, logprobs["token_logprobs"]
     return [int(name.removeprefix("token_id:")) for name in names], logprobs["token_logprobs"]
+
+
+def _generate_candidates(choice: dict[str, Any], wanted: int) -> list[dict[int, float]]:
+    """The ``wanted`` most likely tokens of each position, by id; the sampled token only if it is one of them.
+
+    Which tokens stand here must not depend on which was drawn: their expectation would.
+    """
+    return [
+        {
+            top["token_id"]: top["logprob"]
+            for top in entry["top_logprobs"]
+            if top["rank"] is not None and top["rank"] <= wanted and top["logprob"] > MISSING_LOGPROB
+        }
+        for entry in choice["logprobs"]["content"]
+    ]
+
+
+def _completion_candidates(choice: dict[str, Any], wanted: int) -> list[dict[int, float]]:
+    """The same from ``/v1/completions``, which tells no ranks: one entry too many means that the first, the sampled
+    token's, is there beside the most likely ones."""
+    return [
+        {
+            int(name.removeprefix("token_id:")): logprob
+            for name, logprob in list(tops.items())[max(0, len(tops) - wanted) :]
+            if logprob > MISSING_LOGPROB
+        }
+        for tops in choice["logprobs"]["top_logprobs"]
+    ]
 
 
 def _check(route: str, output_ids: list[int], named_ids: list[int], log_probs: list[Any]) -> None:

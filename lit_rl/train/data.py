@@ -194,7 +194,8 @@ class RolloutDataModule(pl.LightningDataModule):
             dtype=compute_dtype(precision, module.dtype_name),
             longest_prompt=max(longest_prompt(rows, self.tokenizer, self.chat_template_kwargs) for rows in sets),
             max_completion_length=self.max_completion_length,
-            max_logprobs=0,
+            # one more than is kept: see rollout/sampler.py
+            max_logprobs=module.objective.candidates + 1 if module.objective.candidates else 0,
             device=device,
             trust_remote_code=module.trust_remote_code,
             run_dir=run_dir,
@@ -241,6 +242,7 @@ class RolloutDataModule(pl.LightningDataModule):
             seed=self.seed,
             shuffle=self.shuffle,
             max_epochs=self._max_epochs,
+            num_sampler_logprobs=self._module.objective.candidates,
             drop_equal_rewards=self._module.objective.drop_equal_rewards,
             release_by_version=-(-per_step // self.num_generations) if staleness == 0 else 0,
             sampling=self.sampling,

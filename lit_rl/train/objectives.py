@@ -1,7 +1,8 @@
 """Stop 12: what YAML names under ``model.objective``: small frozen classes that choose among the pure functions.
 
 An objective turns the scores of one row into the row's share of the step's loss and its metric contributions. It also
-states what it asks of the rest: whether groups of equal rewards are dropped.
+states what it asks of the rest: whether groups of equal rewards are dropped, and how many of its most likely tokens
+the sampler must tell.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_rl.errors import NonFiniteError
+from lit_rl.errors import NonFiniteError, ProducerError
+from lit_rl.maths.centering import OutOfBand, centered_surrogate
 from lit_rl.maths.losses import Clipped, clipped_surrogate
 from lit_rl.maths.normalize import LossAverage, row_loss, row_scale
 from lit_rl.maths.ratios import log_ratio, sampler_kl
@@ -27,6 +29,11 @@ class Objective(ABC):
 
     drop_equal_rewards: ClassVar[bool] = True
     """Whether a group whose rewards are all equal is dropped instead of trained."""
+
+    @property
+    def candidates(self) -> int:
+        """How many of the sampler's most likely tokens each loss term needs; 0 = none."""
+        return 0
 
     @abstractmethod
     def row_loss(
@@ -56,40 +63,110 @@ def check_finite(scores: TokenScores, row: PackedRow) -> None:
 
 @dataclass(frozen=True)
 class GRPO(Objective):
-    """Group relative policy optimization (Shao et al. 2024) with the clipped surrogate against the sampler.
+    """Group relative policy optimization (Shao et al. 2024) against the sampler.
 
     The old policy is the sampler: its processed log-probs are the denominator of the ratio, so staleness and the
     difference between the two engines are both corrected by it.
 
     Args:
-        epsilon: Lower clip of the importance ratio.
+        score_centering: Masked importance sampling less its expectation under the sampler, which takes the drift out
+            of off-policy updates; else the clipped surrogate.
+        importance_clip_min: Lower end of the band of ratios, with score centering; 0.5 where not given.
+        importance_clip_max: Upper end; 5.0 where not given.
+        num_sampler_logprobs: Most likely tokens of each position that the sampler is asked for, with score centering; 8
+            where not given. More cover more of its probability and cost the server time.
+        out_of_band: What becomes of a position whose token is outside the band: ``center`` keeps its expectation, which
+            leaves no drift; ``drop`` leaves the position out. ``center`` where not given.
+        epsilon: Lower clip of the importance ratio, without score centering; 0.2 where not given.
         epsilon_high: Upper clip; ``epsilon`` where not given.
         loss_average: ``step`` is the exact mean over the step's terms; ``micro_batch`` the mean of micro-batch means.
     """
 
-    epsilon: float = 0.2
+    score_centering: bool = False
+    importance_clip_min: float | None = None
+    importance_clip_max: float | None = None
+    num_sampler_logprobs: int | None = None
+    out_of_band: OutOfBand | None = None
+    epsilon: float | None = None
     epsilon_high: float | None = None
     loss_average: LossAverage = "step"
 
     def __post_init__(self) -> None:
-        require("model.objective.epsilon", self.epsilon, 0 <= self.epsilon < 1, "give a clip in [0, 1)")
-        high_ok = self.epsilon_high is None or self.epsilon_high >= 0
-        require("model.objective.epsilon_high", self.epsilon_high, high_ok, "give a clip of 0 or more")
+        centering = ("importance_clip_min", "importance_clip_max", "num_sampler_logprobs", "out_of_band")
+        idle = ("epsilon", "epsilon_high") if self.score_centering else centering
+        wanted = "false" if self.score_centering else "true"
+        for name in idle:
+            value = getattr(self, name)
+            remedy = f"it would do nothing here; leave it out, or set model.objective.score_centering: {wanted}"
+            require(f"model.objective.{name}", value, value is None, remedy)
+        low, high = self.band
+        require("model.objective.importance_clip_min", low, 0 <= low < 1, "give a bound in [0, 1)")
+        require("model.objective.importance_clip_max", high, high > 1, "give a bound above 1")
+        asked = self.num_sampler_logprobs
+        some = asked is None or asked >= 1
+        require("model.objective.num_sampler_logprobs", asked, some, "give a number of tokens, 1 or more")
+        known = self.out_of_band in (None, "center", "drop")
+        require("model.objective.out_of_band", self.out_of_band, known, "give center or drop")
+        require("model.objective.epsilon", self.clip[0], 0 <= self.clip[0] < 1, "give a clip in [0, 1)")
+        require("model.objective.epsilon_high", self.clip[1], self.clip[1] >= 0, "give a clip of 0 or more")
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Ratios inside are weights, others are masked."""
+        low, high = self.importance_clip_min, self.importance_clip_max
+        return 0.5 if low is None else low, 5.0 if high is None else high
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Lower and upper clip of the ratio."""
+        low = 0.2 if self.epsilon is None else self.epsilon
+        return low, low if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def candidates(self) -> int:
+        if not self.score_centering:
+            return 0
+        return 8 if self.num_sampler_logprobs is None else self.num_sampler_logprobs
 
     def row_loss(
         self, scores: TokenScores, row: PackedRow, totals: StepTotals, *, micro_batch: int, world_size: int
     ) -> tuple[Tensor, Stats]:
         check_finite(scores, row)
         ratios = log_ratio(scores.logprobs, row.terms.sampler_logprobs)
-        clipped = clipped_surrogate(
+        if self.score_centering:
+            per_term, own_stats = self._centered(ratios, scores, row)
+        else:
+            clipped = clipped_surrogate(ratios, row.terms.advantages, epsilon=self.clip[0], epsilon_high=self.clip[1])
+            per_term, own_stats = clipped.loss, clip_stats(clipped, row)
+        loss = row_loss(per_term, row_scale(totals, micro_batch, self.loss_average, world_size))
+        return loss, {**ratio_stats(scores, row, ratios.detach()), **own_stats}
+
+    def _centered(self, ratios: Tensor, scores: TokenScores, row: PackedRow) -> tuple[Tensor, Stats]:
+        sets, of_sets = row.terms.candidates, scores.candidate_logprobs
+        if sets is None or sets.logprobs is None or of_sets is None:
+            if len(row.terms):
+                raise ProducerError(
+                    "model.objective.score_centering needs the sampler's most likely tokens, and the samples came "
+                    "without: give each TurnRecord its output_sampler_logprobs, or set it to false"
+                )
+            return scores.logprobs, {}
+        low, high = self.band
+        centered = centered_surrogate(
             ratios,
+            scores.logprobs,
             row.terms.advantages,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            of_sets,
+            sets.logprobs,
+            sets.terms,
+            low=low,
+            high=high,
+            out_of_band=self.out_of_band or "center",
         )
-        scale = row_scale(totals, micro_batch, self.loss_average, world_size)
-        loss = row_loss(clipped.loss, scale)
-        return loss, {**ratio_stats(scores, row, ratios.detach()), **clip_stats(clipped, row)}
+        count = len(row.terms)
+        return centered.loss, {
+            "sampling/masked_mean": Mean(float(centered.masked.sum()), count),
+            "sampling/sampler_mass": Mean(float(centered.sampler_mass.sum()), count),
+        }
 
 
 def ratio_stats(scores: TokenScores, row: PackedRow, log_ratios: Tensor) -> Stats:

@@ -48,8 +48,8 @@ class ModelServer(RunningEngine):
 
     @torch.no_grad()
     def sample(self, call: Call) -> Answer:
-        """Samples until ``</s>`` or ``max_tokens``, with processed log-probs."""
-        ids, logprobs = list(call.prompt_ids), []
+        """Samples until ``</s>`` or ``max_tokens``, with processed log-probs, of the most likely tokens too."""
+        ids, logprobs, candidates = list(call.prompt_ids), [], []
         temperature, limit = call.sampling["temperature"], call.sampling["max_tokens"]
         with self.lock:
             for _ in range(limit):
@@ -57,10 +57,12 @@ class ModelServer(RunningEngine):
                 token = int(torch.multinomial(distribution.exp(), 1, generator=self.generator))
                 ids.append(token)
                 logprobs.append(float(distribution[token]))
+                likely = distribution.topk(call.sampling.get("logprobs") or 0)
+                candidates.append(list(zip(likely.indices.tolist(), likely.values.tolist(), strict=True)))
                 if token == 1:
                     break
         answer = ids[len(call.prompt_ids) :]
-        return Answer(answer, logprobs, "stop" if answer[-1] == 1 else "length")
+        return Answer(answer, logprobs, "stop" if answer[-1] == 1 else "length", candidates)
 
     @torch.no_grad()
     def score(self, ids: list[int]) -> list[float]:

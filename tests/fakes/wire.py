@@ -89,12 +89,15 @@ def prompt_logprobs(call: Call, score: Callable[[list[int]], list[float]]) -> li
     return [None, *({str(i): entry} for i, entry in zip(ids[1:], entries, strict=True))]
 
 
-def _candidates(answer: Answer, place: int) -> list[tuple[int, float]]:
-    """The sampled token first, then the most likely others, as the engine orders them."""
+def _candidates(answer: Answer, place: int, asked: int) -> list[tuple[int, float, int]]:
+    """(id, log-prob, rank): the sampled token first, then the ``asked`` most likely, as the engine orders them."""
     assert answer.log_probs is not None
-    sampled = (answer.token_ids[place], answer.log_probs[place])
-    others = answer.candidates[place] if answer.candidates else []
-    return [sampled, *(pair for pair in others if pair[0] != sampled[0])]
+    sampled = answer.token_ids[place]
+    known = dict(answer.candidates[place] if answer.candidates else [])
+    known[sampled] = answer.log_probs[place]
+    ranked = sorted(known, key=lambda i: -known[i])
+    shown = [sampled, *(i for i in ranked[:asked] if i != sampled)]
+    return [(i, max(known[i], -9999.0), ranked.index(i) + 1) for i in shown]
 
 
 def _generate_logprobs(answer: Answer, asked: int | None) -> dict[str, Any] | None:
@@ -102,9 +105,11 @@ def _generate_logprobs(answer: Answer, asked: int | None) -> dict[str, Any] | No
         return None
     content = []
     for place, token_id in enumerate(answer.token_ids):
-        shown = _candidates(answer, place)[: max(asked, 1)]
-        top = [{"token_id": i, "logprob": max(lp, -9999.0), "rank": r + 1} for r, (i, lp) in enumerate(shown)]
-        content.append({"token_id": token_id, "logprob": top[0]["logprob"], "rank": 1, "top_logprobs": top})
+        shown = _candidates(answer, place, asked)[: max(asked, 1)]  # one too few where the sampled one is not likely
+        top = [{"token_id": i, "logprob": lp, "rank": rank} for i, lp, rank in shown]
+        content.append(
+            {"token_id": token_id, "logprob": top[0]["logprob"], "rank": top[0]["rank"], "top_logprobs": top}
+        )
     return {"content": content}
 
 
@@ -142,7 +147,7 @@ def _completion_logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
         return None
     name = (lambda i: f"token_id:{i}") if call.body.get("return_tokens_as_token_ids") else (lambda i: f"<{i}>")
     top = [
-        {name(i): max(lp, -9999.0) for i, lp in _candidates(answer, place)[: asked + 1]}
+        {name(i): lp for i, lp, _ in _candidates(answer, place, asked)[: asked + 1]}
         for place in range(len(answer.token_ids))
     ]
     return {

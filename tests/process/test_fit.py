@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_rl import PolicyModule, RolloutDataModule, Sampling, callbacks
+from lit_rl import GRPO, PolicyModule, RolloutDataModule, Sampling, callbacks
 from lit_rl.errors import ReceiptError
 from tests.fakes.engine import TinyEngine
 from tests.process.rewards_of_tests import always_half, share_of_letter
@@ -25,10 +25,12 @@ class History(pl.Callback):
         self.steps.append((trainer.global_step, trainer.datamodule.policy_version, batch))
 
 
-def fit(model, tmp_path, *, engine=None, rewards=None, lr=1e-3, steps=3, extra=(), trainer=None, **data):
+def fit(
+    model, tmp_path, *, engine=None, rewards=None, lr=1e-3, steps=3, extra=(), trainer=None, objective=None, **data
+):
     engine = engine or TinyEngine()
     optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=lr, weight_decay=0.0)}
-    module = PolicyModule(model, gradient_checkpointing=False, **optimizer)
+    module = PolicyModule(model, objective or GRPO(), gradient_checkpointing=False, **optimizer)
     options = {"num_generations": 4, "samples_per_rank": 8, "token_budget": 0, "max_completion_length": 6, **data}
     datamodule = RolloutDataModule(
         data.pop("train", PROMPTS), rewards or [share_of_letter], engine=engine, worker_timeout=60, **options
@@ -57,6 +59,25 @@ def test_three_steps_move_the_servers_model_with_the_policy(tiny_model, tmp_path
     policy = trainer.lightning_module.policy.state_dict()
     served = engine.started[0].model.state_dict()
     assert all(torch.equal(policy[name], served[name]) for name in served)
+
+
+def test_score_centering_asks_for_candidates_and_trains_on_them(tiny_model, tmp_path):
+    """The policy of the first step is the sampler: every ratio is 1, and the candidates' mass is the policy's too."""
+    _, history, engine = fit(
+        tiny_model, tmp_path, objective=GRPO(score_centering=True, num_sampler_logprobs=5), steps=2
+    )
+    asked = {call.sampling["logprobs"] for call in engine.started[0].server.calls("/inference/v1/generate")}
+    assert 6 in asked  # one more than is kept: the sampled token may be none of the five
+    for _, _, batch in history.steps:
+        for row in batch.rows:
+            assert row.terms.candidates is not None
+            assert row.terms.candidates.offsets.diff().tolist() == [5] * len(row.terms)
+            assert (row.terms.candidates.logprobs.exp() > 0).all()
+    first, _ = read_csv(tmp_path)
+    assert float(first["sampling/masked_mean"]) == 0
+    assert 0.1 < float(first["sampling/sampler_mass"]) <= 1
+    assert float(first["sampling/importance_sampling_ratio/mean"]) == pytest.approx(1.0, abs=1e-4)
+    assert "clip_ratio/low_mean" not in first
 
 
 def test_every_logged_figure_is_there_and_adds_up(tiny_model, tmp_path):

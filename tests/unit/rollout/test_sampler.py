@@ -164,6 +164,31 @@ def test_a_try_that_failed_goes_to_the_other_server():
     assert [turn.output_ids for turn in turns] == [[5, 6, 2]] * 2
 
 
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_the_most_likely_tokens_come_by_id_and_the_sampled_one_only_by_its_rank(route):
+    """The second token was sampled against the odds: its rank is 4, and two are asked for."""
+    likely = [[(5, -0.1), (6, -2.5), (8, -4.0)], [(6, -0.2), (8, -2.0), (9, -2.5)]]
+    with FakeServer(lambda call: Answer([5, 7], [-0.1, -3.0], candidates=likely)) as server:
+        (turn,), _ = sample([server], route=route, num_sampler_logprobs=2)
+    assert turn.output_log_probs == [-0.1, -3.0]
+    assert turn.output_sampler_logprobs == [{5: -0.1, 6: -2.5}, {6: -0.2, 8: -2.0}]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_candidates_without_a_log_prob_are_absent(route):
+    """Truncated sampling leaves two tokens; the server writes -9999 for the others."""
+    likely = [[(5, -0.1), (6, -2.5), (8, float("-inf"))]]
+    with FakeServer(lambda call: Answer([6], [-2.5], candidates=likely)) as server:
+        (turn,), _ = sample([server], route=route, num_sampler_logprobs=3)
+    assert turn.output_sampler_logprobs == [{6: -2.5, 5: -0.1}]
+
+
+def test_candidates_that_are_not_asked_for_are_not_kept():
+    with FakeServer(lambda call: Answer([5], [-0.1], candidates=[[(5, -0.1), (6, -2.5)]])) as server:
+        (turn,), _ = sample([server])
+    assert turn.output_sampler_logprobs is None
+
+
 def completion(**changes):
     logprobs = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-0.1, -0.2]} | changes
     return {"choices": [{"token_ids": [5, 6], "logprobs": logprobs, "finish_reason": "stop"}]}

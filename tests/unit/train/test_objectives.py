@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lit_rl.errors import NonFiniteError, SettingsError
+from lit_rl.errors import NonFiniteError, ProducerError, SettingsError
 from lit_rl.metrics import values
 from lit_rl.tensors import LossTerms, PackedRow, StepTotals, TokenScores, TreeLayout
 from lit_rl.train.objectives import GRPO
@@ -68,3 +68,28 @@ def test_a_term_that_is_not_finite_stops_the_run_with_the_rollouts_name(bad):
 def test_a_clip_that_cannot_work_is_refused_by_name(options):
     with pytest.raises(SettingsError, match=f"model.objective.{next(iter(options))}"):
         GRPO(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"score_centering": True, "epsilon": 0.2}, "epsilon"),
+        ({"score_centering": True, "epsilon_high": 0.3}, "epsilon_high"),
+        ({"importance_clip_min": 0.5}, "importance_clip_min"),
+        ({"importance_clip_max": 5.0}, "importance_clip_max"),
+        ({"num_sampler_logprobs": 8}, "num_sampler_logprobs"),
+        ({"out_of_band": "drop"}, "out_of_band"),
+        ({"score_centering": True, "importance_clip_min": 1.0}, "importance_clip_min"),
+        ({"score_centering": True, "importance_clip_max": 1.0}, "importance_clip_max"),
+        ({"score_centering": True, "num_sampler_logprobs": 0}, "num_sampler_logprobs"),
+        ({"score_centering": True, "out_of_band": "skip"}, "out_of_band"),
+    ],
+)
+def test_an_option_of_the_other_loss_is_refused_and_so_is_a_bound_without_meaning(options, key):
+    with pytest.raises(SettingsError, match=rf"model\.objective\.{key} = "):
+        GRPO(**options)
+
+
+def test_samples_without_candidates_cannot_be_centered():
+    with pytest.raises(ProducerError, match="output_sampler_logprobs"):
+        score(GRPO(score_centering=True), [-1.0], row([-1.0], [1.0], [0]))
