@@ -87,7 +87,8 @@ class TermSets:
     def terms(self) -> Tensor:
         """[K] int64, the loss term that each entry belongs to."""
         sizes = self.offsets.diff()
-        return torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+        every = torch.arange(len(sizes), device=sizes.device)
+        return torch.repeat_interleave(every, sizes, output_size=len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)

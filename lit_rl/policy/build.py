@@ -45,8 +45,8 @@ def build_policy(
         gradient_checkpointing: Recompute each layer in the backward.
         disable_dropout: Set every dropout of the model to 0.
         compile_layers: Run each decoder layer through ``torch.compile``, with dynamic shapes.
-        device: Where the weights are loaded and the model will run, which decides what ``auto`` means; torch's default
-            device when None.
+        device: Where the weights are loaded and the model will run, which decides what ``auto`` means. When None,
+            torch's default device, or where a model given as an object is.
         compute_dtype: What the trainer's precision computes in; the weights' own when None.
 
     Raises:
@@ -54,7 +54,7 @@ def build_policy(
     """
     if isinstance(pretrained, PreTrainedModel):
         return prepare_policy(
-            pretrained,
+            pretrained if device is None else pretrained.to(device),
             attention=attention,
             gradient_checkpointing=gradient_checkpointing,
             disable_dropout=disable_dropout,

@@ -77,17 +77,17 @@ def _cached(name: str, located: dict[str, Any]) -> bool:
 def require_hub(name: str, key: str, kind: str = "model") -> None:
     """Asks the hub once: its client would go on trying for half a minute before it says the same."""
     remedy = "it is no folder here and the hub {}; give the path of a folder that holds the files"
-    if hub.HF_HUB_OFFLINE:
-        raise SettingsError(key, name, remedy.format("is switched off (HF_HUB_OFFLINE)"))
     try:
-        _reach_hub(f"{hub.ENDPOINT}/api/{kind}s/{name}")
+        reach_hub(f"{hub.ENDPOINT}/api/{kind}s/{name}")
     except OSError as cause:
         raise SettingsError(key, name, remedy.format(f"at {hub.ENDPOINT} cannot be reached ({cause})")) from cause
 
 
 @functools.cache  # what is asked for the model is asked for its tokenizer, too, and again when it is built
-def _reach_hub(address: str) -> None:
+def reach_hub(address: str) -> None:
     """Raises OSError where the hub does not answer; what it says about this name is its client's business."""
+    if hub.HF_HUB_OFFLINE:
+        raise OSError("it is switched off: HF_HUB_OFFLINE")
     request = urllib.request.Request(address, method="HEAD")
     with contextlib.suppress(urllib.error.HTTPError):
         urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rl.errors import SettingsError
-from lit_rl.policy.head import CHUNK_BYTES, HeadOptions, target_scores
+from lit_rl.policy.head import HeadOptions, target_scores
 from lit_rl.policy.tree_attention.plan import TreePlan
 from lit_rl.tensors import LossTerms, PackedRow, TermSets, TokenScores
 
 
 def score_row(
-    model: PreTrainedModel, row: PackedRow, *, temperature: float = 1.0, chunk_bytes: int = CHUNK_BYTES
+    model: PreTrainedModel, row: PackedRow, *, temperature: float = 1.0, chunk_bytes: int | None = None
 ) -> TokenScores:
     """Log-probs of the row's loss terms under the policy, at the training temperature.
 
@@ -25,7 +25,7 @@ def score_row(
         model: A model from ``build_policy``, or one with a tree attention backend.
         row: The row, on the model's device.
         temperature: Logits are divided by it.
-        chunk_bytes: Most bytes of logits alive at a time.
+        chunk_bytes: Most bytes of logits alive at a time; None = what suits the device.
 
     Returns:
         Scores [M] in float32 (float64 for a float64 model); the entropy carries no gradient.
@@ -48,7 +48,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def score_terms(
-    model: PreTrainedModel, hidden: Tensor, terms: LossTerms, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
+    model: PreTrainedModel, hidden: Tensor, terms: LossTerms, *, temperature: float, chunk_bytes: int | None = None
 ) -> TokenScores:
     """Scores of loss terms from hidden states [N, H]; each predicting place is scored once.
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# One chunk of logits: large enough for a good matrix product, small enough to stay near the caches.
-CHUNK_BYTES = 32 * 2**20
+# One chunk of logits. On CPU large enough for a good matrix product, small enough to stay near the caches; elsewhere
+# so large that the passes over the head's gradient, one for each chunk, are few.
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 32 * 2**20, 2**30
 # Rows whose exponentials are held at a time while a chunk is reduced.
-_ROWS = 8
+CPU_ROWS, GPU_ROWS = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class HeadOptions:
         scale: Factor that the model puts on its logits.
         softcap: Logits become ``softcap * tanh(logits / softcap)``; None = they do not.
         temperature: Logits are divided by it, as the sampler does.
-        chunk_bytes: Most bytes of logits alive at a time.
+        chunk_bytes: Most bytes of logits alive at a time; None = what suits the device.
     """
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
 
 
 def target_scores(
@@ -75,7 +76,8 @@ class _TargetScores(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, bias, place, options)
         normaliser, entropy = chunks.per_place(), chunks.per_place()
         picked = torch.empty(place.numel(), dtype=chunks.dtype, device=hidden.device)
-        exponentials = torch.empty(_ROWS, weight.shape[0], dtype=chunks.dtype, device=hidden.device)
+        rows = CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS
+        exponentials = torch.empty(rows, weight.shape[0], dtype=chunks.dtype, device=hidden.device)
         for begin, end, terms in chunks:
             logits = chunks.logits(begin, end)
             picked[terms] = logits[place[terms] - begin, target[terms]]
@@ -135,7 +137,8 @@ class _Chunks:
         width = vocabulary * self.dtype.itemsize
         if options.softcap is not None:
             width *= 2  # the cap's slope needs as much again
-        self.size = max(1, min(places, options.chunk_bytes // width))
+        most = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
+        self.size = max(1, min(places, (most if options.chunk_bytes is None else options.chunk_bytes) // width))
         self.order = place.argsort(stable=True)
         bounds = torch.arange(0, places + self.size, self.size, device=place.device)
         self.bounds = torch.searchsorted(place[self.order], bounds).tolist()
@@ -202,12 +205,13 @@ def _reduce(logits: Tensor, exponentials: Tensor, normaliser: Tensor, entropy: T
 
     With z = logits - max and Z = sum(exp z): log-sum-exp = max + log Z, entropy = log Z - sum(z exp z) / Z.
     """
-    for begin in range(0, logits.shape[0], _ROWS):
-        rows = logits[begin : begin + _ROWS]
+    step = exponentials.shape[0]
+    for begin in range(0, logits.shape[0], step):
+        rows = logits[begin : begin + step]
         highest = rows.amax(-1)
         rows.sub_(highest[:, None])
         exp = torch.exp(rows, out=exponentials[: rows.shape[0]])
         total = exp.sum(-1)
         log_total = total.log()
-        normaliser[begin : begin + _ROWS] = highest + log_total
-        entropy[begin : begin + _ROWS] = log_total - torch.linalg.vecdot(rows, exp) / total
+        normaliser[begin : begin + step] = highest + log_total
+        entropy[begin : begin + step] = log_total - torch.linalg.vecdot(rows, exp) / total

@@ -118,6 +118,7 @@ class PolicyModule(pl.LightningModule):
             gradient_checkpointing=self.gradient_checkpointing,
             disable_dropout=self.disable_dropout,
             compile_layers=self.compile_layers,
+            device=torch.get_default_device(),  # Lightning's, which moves the module there only later
             compute_dtype=compute_dtype(precision, self.dtype_name),
         )
 

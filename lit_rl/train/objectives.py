@@ -143,13 +143,13 @@ class GRPO(Objective):
 
     def _centered(self, ratios: Tensor, scores: TokenScores, row: PackedRow) -> tuple[Tensor, Stats]:
         sets, of_sets = row.terms.candidates, scores.candidate_logprobs
-        if sets is None or sets.logprobs is None or of_sets is None:
-            if len(row.terms):
-                raise ProducerError(
-                    "model.objective.score_centering needs the sampler's most likely tokens, and the samples came "
-                    "without: give each TurnRecord its output_sampler_logprobs, or set it to false"
-                )
+        if len(row.terms) == 0:
             return scores.logprobs, {}
+        if sets is None or sets.logprobs is None or of_sets is None or bool((sets.offsets.diff() == 0).any()):
+            raise ProducerError(
+                "model.objective.score_centering needs the sampler's most likely tokens, and trained tokens came "
+                "without: give each TurnRecord its output_sampler_logprobs, or set it to false"
+            )
         low, high = self.band
         centered = centered_surrogate(
             ratios,

@@ -23,6 +23,8 @@ Allocators: ``kept`` is ``keep_freed_memory()``, as in a trainer, for every side
 than the other side, over the packing ratio (raw / unique tokens). ``default`` is the C library as it comes. It keeps no
 memory warm, so that the first step says what it costs, and it is the one under which memory is read.
 
+Packing is done once, before: scripts/bench/packing.py times it, in milliseconds.
+
 Activation memory: weights and gradients are there and touched, the kernel's record of the process's highest resident
 memory is reset, one step runs, and the record less what was resident before is the peak of all that a step allocates,
 inside operators too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ import torch
 from lit_rl.engines.guard import descendants
 from lit_rl.errors import ReceiptError, SyncError
 from lit_rl.policy.export import named_tensors, tensor_metadata
+from lit_rl.rollout.sampler import COMPLETIONS, GENERATE, Sampler
+from lit_rl.settings import RolloutSettings, Sampling
 from lit_rl.sync.client import WeightSyncClient
 from lit_rl.sync.gloo import GlooTransport
 from lit_rl.sync.receipts import judge
+from lit_rl.types import TurnRecord
 from tests.integration.conftest import MODEL_VARIABLE, RealServer, TrainedPolicy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -67,6 +72,34 @@ def test_changed_weights_arrive(
         assert receipt.error <= AGREE
         assert receipt.conclusive
         assert timings.pause_s < 4  # an idle server that sleeps through its call wakes after 5 s
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_candidates_are_the_policys_most_likely_tokens_whatever_was_sampled(
+    real_server: RealServer, policy: TrainedPolicy, transport: GlooTransport, tokens: list[int], route: str
+) -> None:
+    endpoint = replace(real_server.endpoint, generate_route=route == GENERATE)
+    settings = RolloutSettings(num_sampler_logprobs=3, sampling=Sampling(temperature=1.3, extra={"ignore_eos": True}))
+
+    async def sampled() -> TurnRecord:
+        sampler = Sampler(endpoint, settings)
+        await sampler.open()
+        try:
+            return await sampler.generate(tokens[:20], max_tokens=32)
+        finally:
+            await sampler.close()
+
+    turn = asyncio.run(sampled())
+    sequence = torch.tensor([[*turn.prompt_ids, *turn.output_ids]])
+    with torch.no_grad():
+        expected = (policy.model(sequence).logits[0, 19:-1] / 1.3).log_softmax(-1).topk(3)
+    assert turn.output_sampler_logprobs is not None
+    likely = [sorted(one.items(), key=lambda pair: -pair[1]) for one in turn.output_sampler_logprobs]
+    assert [[token for token, _ in one] for one in likely] == expected.indices.tolist()
+    told = torch.tensor([[logprob for _, logprob in one] for one in likely])
+    torch.testing.assert_close(told, expected.values, rtol=0, atol=1e-3)
+    among = [token in one for token, one in zip(turn.output_ids, turn.output_sampler_logprobs, strict=True)]
+    assert any(among) and not all(among)
 
 
 def test_a_head_left_behind_is_caught(

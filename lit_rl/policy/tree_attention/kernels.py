@@ -22,9 +22,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import constants as hub
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import PretrainedConfig
 
 from lit_rl.errors import SettingsError
+from lit_rl.policy.checkpoint import reach_hub
 from lit_rl.policy.tree_attention.adapters import (
     Aiter,
     AttentionKernel,
@@ -54,11 +57,28 @@ class Machine(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a model asks of the kernel: widths of a key and a value in each head, and whether scores are capped."""
+    """What a model asks of the kernel.
+
+    Attributes:
+        head_dim: Width of a key in each head.
+        value_dim: Width of a value.
+        softcap: Whether scores are capped.
+        deterministic: Whether the backward must repeat itself bit for bit.
+    """
 
     head_dim: int
     value_dim: int
     softcap: bool = False
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Needs:
+        """Of a model by its text configuration, as torch is set now."""
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        keys = getattr(config, "qk_head_dim", None) or width  # where keys are compressed, values have their own width
+        values = getattr(config, "v_head_dim", None) or keys
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        return cls(keys, values, capped, torch.are_deterministic_algorithms_enabled())
 
 
 class Kind(NamedTuple):
@@ -125,6 +145,8 @@ def refusal(kind: Kind, machine: Machine, needs: Needs) -> str | None:
         return f"takes heads up to {kind.head_dim} wide, and this model's are {needs.head_dim}"
     if needs.head_dim % 8:
         return f"takes head widths that 8 divides, and this model's is {needs.head_dim}"
+    if kind is FA3 and needs.deterministic and needs.head_dim > 192:
+        return f"has no deterministic backward for heads {needs.head_dim} wide"
     small = machine.capability[0] == 12 or machine.capability in ((8, 6), (8, 7), (8, 9))
     if kind is TORCH and small and 192 < needs.head_dim <= 224:
         return f"has no backward for heads {needs.head_dim} wide on this GPU"
@@ -161,10 +183,9 @@ def choose(machine: Machine, needs: Needs, missing: Mapping[str, str] | None = N
 def how_to_get(kind: Kind) -> str:
     """What to install or fetch so that a kernel of the hub is there, offline too."""
     return (
-        f"install 'lit_rl[kernels]' and let this machine reach the hub once "
-        f"(python -c \"import kernels; kernels.get_kernel('{kind.repo}', version={kind.version})\"); "
-        "offline, bring that cache (HF_HUB_CACHE) from a like machine and set HF_HUB_OFFLINE=1, "
-        f"or set LOCAL_KERNELS={kind.repo}=PATH"
+        "install 'lit_rl[kernels]' and let this machine reach the hub; offline, fetch the kernel on a like machine "
+        f"(python -c \"import kernels; print(kernels.get_kernel('{kind.repo}', version={kind.version}).__file__)\"), "
+        f"bring the folder that holds its build and set LOCAL_KERNELS={kind.repo}=FOLDER"
     )
 
 
@@ -178,11 +199,15 @@ def load(kind: Kind) -> AttentionKernel:
         import torch.nn.attention.varlen  # registers its operators
 
         return kind.adapter(torch.ops.torch_attn)
+    # of the client's errors some are no OSError; which httpx it uses depends on its version
+    of_client = tuple(one for one in HfHubHTTPError.__mro__ if one.__module__.startswith("httpx"))
     try:
         from kernels import get_kernel
 
+        if kind.repo not in os.environ.get("LOCAL_KERNELS", ""):
+            reach_hub(f"{hub.ENDPOINT}/{kind.repo}")  # its client would try for minutes, and then name another cause
         module = get_kernel(kind.repo, version=kind.version)
-    except (ImportError, OSError, RuntimeError, ValueError) as cause:
+    except (ImportError, OSError, RuntimeError, ValueError, *of_client) as cause:
         raise KernelMissing(f"{type(cause).__name__}: {cause}".rstrip(".")) from cause
     return kind.adapter(module)
 
@@ -201,9 +226,9 @@ def kernel_on(machine: Machine, needs: Needs, loader: Callable[[Kind], Attention
         except KernelMissing as cause:
             missing[kind.name] = str(cause)
             continue
-        if missing and os.environ.get("LOCAL_RANK", "0") == "0":
+        if missing:
             better = next(other for other in kinds_for(machine) if other.name in missing)
-            _log.warning(
+            warn_once_a_machine(
                 "attention runs on %s's kernel: the faster %s could not be had (%s). For it, %s.",
                 kind.name,
                 better.name,
@@ -211,6 +236,12 @@ def kernel_on(machine: Machine, needs: Needs, loader: Callable[[Kind], Attention
                 how_to_get(better),
             )
         return kernel
+
+
+def warn_once_a_machine(message: str, *values: object) -> None:
+    """A warning that only the first process of a machine gives."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _log.warning(message, *values)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -222,10 +253,12 @@ def machine_of(device: torch.device) -> Machine:
     return Machine("nvidia", torch.cuda.get_device_capability(device))
 
 
-@cache
 def kernel_for(device: torch.device, needs: Needs) -> AttentionKernel:
     """``kernel_on`` the machine of a device; loaded once."""
-    return kernel_on(machine_of(device), needs)
+    return _loaded(machine_of(device), needs)
+
+
+_loaded = cache(kernel_on)
 
 
 def require_kernel(
@@ -241,11 +274,7 @@ def require_kernel(
     Raises:
         SettingsError: as in ``kernel_on``, or the kernel does not compute in ``dtype``.
     """
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = getattr(config, "qk_head_dim", None) or width  # models that compress keys give values a width of their own
-    values = getattr(config, "v_head_dim", None) or keys
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    kernel = kernel_for(torch.device(device), Needs(keys, values, capped))
+    kernel = kernel_for(torch.device(device), Needs.of(config))
     if dtype is not None and dtype not in kernel.dtypes:
         raise wrong_dtype(kernel, dtype)
     return kernel

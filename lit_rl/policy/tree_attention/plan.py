@@ -43,12 +43,13 @@ class TreePlan:
     def run_ends(self) -> Tensor:
         """[N] int64, where the segment of each place ends."""
         starts = self.layout.segment_starts
-        return torch.repeat_interleave(starts[1:], starts.diff())
+        return torch.repeat_interleave(starts[1:], starts.diff(), output_size=self.num_tokens)
 
     @cached_property
     def subtree_end_of_place(self) -> Tensor:
         """[N] int64: places ``k ... subtree_end_of_place[k] - 1`` see place k, and no others do."""
-        return torch.repeat_interleave(self.layout.subtree_ends, self.layout.segment_starts.diff())
+        sizes = self.layout.segment_starts.diff()
+        return torch.repeat_interleave(self.layout.subtree_ends, sizes, output_size=self.num_tokens)
 
     def binding(self, window: int | None) -> int | None:
         """The window where it cuts some sample of the row, else None."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 import torch
 from transformers import AttentionInterface, PretrainedConfig
@@ -11,9 +10,10 @@ from transformers import AttentionInterface, PretrainedConfig
 from lit_rl.errors import SettingsError
 from lit_rl.policy.tree_attention.cpu import cpu_attention
 from lit_rl.policy.tree_attention.flex import flex_tree_attention
-from lit_rl.policy.tree_attention.kernels import kinds_for, machine_of, require_kernel
+from lit_rl.policy.tree_attention.kernels import Needs, kinds_for, machine_of, require_kernel, warn_once_a_machine
 from lit_rl.policy.tree_attention.reference import reference_attention
 from lit_rl.policy.tree_attention.varlen import varlen_attention
+from lit_rl.settings import require
 
 PREFIX = "lit_rl_tree_"
 BACKENDS = {
@@ -22,8 +22,6 @@ BACKENDS = {
     "varlen": varlen_attention,
     "flex": flex_tree_attention,
 }
-
-_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -62,39 +60,35 @@ def resolve_attention(
 
 def require_backend(name: str, device: torch.device | str) -> None:
     """Raises SettingsError where ``model.attention`` names no backend, or one that does not run on the device."""
-    place = torch.device(device)
-
-    def require(ok: bool, remedy: str) -> None:
-        if not ok:
-            raise SettingsError("model.attention", name, remedy)
-
-    require(name == "auto" or name in BACKENDS, f"give auto or one of {', '.join(sorted(BACKENDS))}")
+    place, known = torch.device(device), name == "auto" or name in BACKENDS
+    require("model.attention", name, known, f"give auto or one of {', '.join(sorted(BACKENDS))}")
     if name == "cpu":
-        require(place.type == "cpu", f"this backend runs on CPU only, the model is on {place}; use auto")
+        here = place.type == "cpu"
+        require("model.attention", name, here, f"this backend runs on CPU only, the model is on {place}; use auto")
     elif name == "varlen":
         kinds_for(machine_of(place))
     elif name == "flex":
-        require(place.type != "cpu", "FlexAttention has no backward on CPU; use auto or cpu")
-        compiler = importlib.util.find_spec("triton")
-        require(compiler is not None, "it is compiled with triton, which is not installed; use reference")
+        remedy = "FlexAttention has no backward on CPU; use auto or cpu"
+        require("model.attention", name, place.type != "cpu", remedy)
+        remedy = "it is compiled with triton, which is not installed; use reference"
+        require("model.attention", name, importlib.util.find_spec("triton") is not None, remedy)
 
 
 def _require_for(config: PretrainedConfig, name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises SettingsError where a backend, which runs on the device, cannot run the model."""
-
-    def require(ok: bool, remedy: str) -> None:
-        if not ok:
-            raise SettingsError("model.attention", name, remedy)
-
+    needs = Needs.of(config)
     if name == "cpu":
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
-        require(not capped, "the CPU kernel cannot cap scores as this model does; use reference")
+        remedy = "the CPU kernel cannot cap scores as this model does; use reference"
+        require("model.attention", name, not needs.softcap, remedy)
+        remedy = f"the CPU kernel needs keys ({needs.head_dim}) and values ({needs.value_dim}) of one width; "
+        require("model.attention", name, needs.head_dim == needs.value_dim, remedy + "use reference")
     elif name == "varlen":
         require_kernel(device, config, dtype)
     elif name == "flex":
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        require(width >= 16, f"its kernel takes heads of 16 and wider, this model's are {width}; use reference")
-        require(dtype != torch.float64, "its kernel has no float64; use reference")
+        narrowest = min(needs.head_dim, needs.value_dim)
+        remedy = f"its kernel takes heads of 16 and wider, this model's are {narrowest}; use reference"
+        require("model.attention", name, narrowest >= 16, remedy)
+        require("model.attention", name, dtype != torch.float64, "its kernel has no float64; use reference")
 
 
 def _best(device: torch.device, config: PretrainedConfig, dtype: torch.dtype) -> str:
@@ -105,7 +99,7 @@ def _best(device: torch.device, config: PretrainedConfig, dtype: torch.dtype) ->
             _require_for(config, name, device, dtype)
         except SettingsError as why:
             if device.type == "cuda":
-                _log.warning("attention does not run on the %s backend: %s", name, why)
+                warn_once_a_machine("attention does not run on the %s backend: %s", name, why)
             continue
         return name
     return "reference"

@@ -49,7 +49,8 @@ def varlen_backend(find: Callable[[torch.device, Needs], AttentionKernel]) -> Ca
             SettingsError: no kernel for this device, or none that can do what the model asks for.
         """
         plan = required(tree, attention_mask, query)
-        kernel = find(query.device, Needs(query.shape[-1], value.shape[-1], softcap is not None))
+        repeats = torch.are_deterministic_algorithms_enabled()
+        kernel = find(query.device, Needs(query.shape[-1], value.shape[-1], softcap is not None, repeats))
         query, key, value = of_one_dtype(query, key, value)
         if query.dtype not in kernel.dtypes:
             raise wrong_dtype(kernel, query.dtype)

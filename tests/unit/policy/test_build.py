@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from lit_rl.errors import SettingsError
 from lit_rl.packing.trie import pack
-from lit_rl.policy.build import build_policy
+from lit_rl.policy.build import build_policy, prepare_policy
+from lit_rl.policy.checks import _compare
 from lit_rl.policy.export import named_tensors, save_checkpoint, tensor_metadata
 from lit_rl.policy.forward import score_row
 from tests.fakes.policies import SIZES, scored_alone, tiny_model
@@ -108,3 +109,21 @@ def test_compiling_on_cpu_without_a_compiler_is_refused_before_the_first_step(mo
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(SettingsError, match=r"model\.compile = True.*no-such-compiler.*give false"):
         build_policy(tiny_model(LlamaConfig), compile_layers=True)
+
+
+def test_a_model_given_as_an_object_is_moved_to_where_it_will_run_before_its_attention_is_chosen() -> None:
+    """A trainer moves its module only after the policy is made."""
+    policy = build_policy(tiny_model(LlamaConfig), device="meta")
+    assert policy.device.type == "meta"
+    assert policy.config._attn_implementation == "lit_rl_tree_reference"
+    with pytest.raises(SettingsError, match="runs on CPU only, the model is on meta"):
+        build_policy(tiny_model(LlamaConfig), attention="cpu", device="meta")
+
+
+@pytest.mark.parametrize("shared", [1, 70])
+def test_the_probe_finds_a_leak_between_branches_behind_shared_parts_of_any_length(shared: int) -> None:
+    model = prepare_policy(tiny_model(LlamaConfig, max_position_embeddings=256), attention="cpu")
+    _compare(model, [1, 2] * shared, tolerance=1e-5)
+    model.model.layers[0].mlp.register_forward_hook(lambda _, inputs, output: output + output.cumsum(1))
+    with pytest.raises(SettingsError, match="one branch reach another"):
+        _compare(model, [1, 2] * shared, tolerance=1e-3)

@@ -76,7 +76,7 @@ def test_never_more_than_one_chunk_of_logits_is_alive(monkeypatch: pytest.Monkey
             )
             return result
 
-    monkeypatch.setattr(head, "_ROWS", 2)
+    monkeypatch.setattr(head, "CPU_ROWS", 2)
     vocabulary = 4000
     hidden = torch.randn(40, 3, requires_grad=True)
     weight = torch.randn(vocabulary, 3)

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ PLAIN = Needs(128, 128)
         (HOPPER, PLAIN, (), FA3),
         (HOPPER, Needs(256, 256), (), FA3),
         (HOPPER, Needs(128, 128, softcap=True), (), FA3),
+        (HOPPER, Needs(192, 192, deterministic=True), (), FA3),
+        (HOPPER, Needs(256, 256, deterministic=True), (), TORCH),  # its backward of that width adds atomically
         (HOPPER, PLAIN, ("flash-attn3",), TORCH),
         (BLACKWELL, PLAIN, (), FA4),
         (Machine("nvidia", (10, 3)), PLAIN, (), FA4),
@@ -88,12 +91,13 @@ def test_each_machine_gets_its_best_kernel(
         (AMPERE, Needs(128, 128, True), (), r"torch cannot cap scores as this model does\. use model\.attention=flex"),
         (MI300, Needs(128, 128, True), (), "aiter-flash-attn cannot cap scores"),
         (HOPPER, Needs(128, 128, True), ("flash-attn3",), r"flash-attn3 could not be had \(no hub\).*install 'lit_rl"),
+        (HOPPER, Needs(256, 256, True, True), (), r"flash-attn3 has no deterministic backward for heads 256.*=flex"),
         (HOPPER, Needs(288, 288), (), "flash-attn3 takes heads up to 256 wide, and this model's are 288"),
         (AMPERE, Needs(100, 100), (), "head widths that 8 divides, and this model's is 100"),
         (ADA, Needs(200, 200), (), "torch has no backward for heads 200 wide on this GPU"),
         (GEFORCE, Needs(224, 224), (), "torch has no backward for heads 224 wide on this GPU"),
         (HOPPER, Needs(192, 128), (), r"keys \(192\) and values \(128\) of one width"),
-        (MI300, PLAIN, ("aiter-flash-attn",), r"aiter-flash-attn could not be had \(no hub\).*HF_HUB_OFFLINE=1.*flex"),
+        (MI300, PLAIN, ("aiter-flash-attn",), r"aiter-flash-attn could not be had \(no hub\).*LOCAL_KERNELS=.*flex"),
         (Machine("amd", arch="gfx90a"), PLAIN, (), r"gfx942.*and this GPU is gfx90a; use model\.attention=flex"),
         (Machine("nvidia", (7, 5)), PLAIN, (), r"compute capability 7\.5; use model\.attention=flex"),
         (Machine("cpu"), PLAIN, (), r"the model is on cpu; use model\.attention=auto"),
@@ -148,6 +152,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, get_kernel: Any) -> None:
     fake = ModuleType("kernels")
     fake.get_kernel = get_kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kernels", fake)
+    monkeypatch.setattr(kernels, "reach_hub", lambda address: None)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,7 @@ def test_a_kernel_of_the_hub_is_asked_for_in_one_version(
         (ValueError("Version 1 is not in the cache."), "ValueError: Version 1 is not in the cache"),
         (FileNotFoundError("no build"), "FileNotFoundError: no build"),
         (ImportError("no cutlass"), "ImportError: no cutlass"),
+        (httpx2.ConnectError("connection reset"), "ConnectError: connection reset"),  # no OSError
     ],
 )
 def test_why_the_hub_gave_nothing_is_kept(raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +194,27 @@ def test_why_the_hub_gave_nothing_is_kept(raised: Exception, told: str, monkeypa
     with pytest.raises(KernelMissing) as missing:
         load(FA3)
     assert str(missing.value) == told
+
+
+@pytest.mark.parametrize(("local", "asked"), [("", 0), ("kernels-community/flash-attn3=/somewhere", 1)])
+def test_a_hub_that_does_not_answer_is_told_at_once_but_for_a_kernel_that_is_here(
+    monkeypatch: pytest.MonkeyPatch, local: str, asked: int
+) -> None:
+    calls: list[str] = []
+
+    def get_kernel(repo_id: str, **_: Any) -> Any:
+        calls.append(repo_id)
+        raise ValueError("this is what the kernels package says")
+
+    def unreachable(address: str) -> None:
+        raise OSError("no route to the hub")
+
+    hub(monkeypatch, get_kernel)
+    monkeypatch.setattr(kernels, "reach_hub", unreachable)
+    monkeypatch.setenv("LOCAL_KERNELS", local)
+    with pytest.raises(KernelMissing, match="package says" if asked else "OSError: no route to the hub"):
+        load(FA3)
+    assert len(calls) == asked
 
 
 def test_without_the_kernels_package_the_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +388,15 @@ def test_a_configuration_says_what_its_attention_needs(on_a_hopper: list[Needs])
     require_kernel("cuda", Gemma2Config(head_dim=256, attn_logit_softcapping=50.0))
     require_kernel("cuda", DeepseekV3Config())
     assert on_a_hopper == [Needs(128, 128), Needs(64, 64), Needs(256, 256, True), Needs(192, 128)]
+
+
+def test_deterministic_training_asks_for_a_deterministic_kernel(on_a_hopper: list[Needs]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        require_kernel("cuda", Qwen3Config(head_dim=128))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert on_a_hopper == [Needs(128, 128, deterministic=True)]
 
 
 def test_float32_is_refused_before_training(on_a_hopper: list[Needs]) -> None:

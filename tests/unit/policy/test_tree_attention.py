@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import Gemma2Config, LlamaConfig
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
 from lit_rl.errors import PackingError, SettingsError
 from lit_rl.packing.trie import pack
@@ -155,6 +155,7 @@ def test_auto_means_the_cascade_on_cpu_and_the_dense_mask_where_no_other_backend
     config = LlamaConfig(hidden_size=64, num_attention_heads=2)
     assert resolve_attention("auto", "cpu", config) == "lit_rl_tree_cpu"
     assert resolve_attention("auto", "cpu", Gemma2Config()) == "lit_rl_tree_reference"  # it caps scores
+    assert resolve_attention("auto", "cpu", DeepseekV3Config()) == "lit_rl_tree_reference"  # keys 192 wide, values 128
     assert resolve_attention("auto", "mps", config) == "lit_rl_tree_reference"
 
 

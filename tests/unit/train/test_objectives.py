@@ -1,13 +1,14 @@
 """GRPO on hand-made rows: the loss, its metrics, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lit_rl.errors import NonFiniteError, ProducerError, SettingsError
 from lit_rl.metrics import values
-from lit_rl.tensors import LossTerms, PackedRow, StepTotals, TokenScores, TreeLayout
+from lit_rl.tensors import LossTerms, PackedRow, StepTotals, TermSets, TokenScores, TreeLayout
 from lit_rl.train.objectives import GRPO
 
 
@@ -93,3 +94,13 @@ def test_an_option_of_the_other_loss_is_refused_and_so_is_a_bound_without_meanin
 def test_samples_without_candidates_cannot_be_centered():
     with pytest.raises(ProducerError, match="output_sampler_logprobs"):
         score(GRPO(score_centering=True), [-1.0], row([-1.0], [1.0], [0]))
+
+
+def test_one_trained_token_without_candidates_is_noticed():
+    packed = row([-1.0, -1.0], [1.0, 1.0], [0, 0])
+    sets = TermSets(torch.tensor([0, 1, 1]), torch.tensor([3]), torch.tensor([-0.5]))
+    packed = replace(packed, terms=replace(packed.terms, candidates=sets))
+    scores = TokenScores(torch.tensor([-1.0, -1.0]), torch.zeros(2), candidate_logprobs=torch.tensor([-0.5]))
+    counts = StepTotals(2, samples=1, groups=1, rows_per_rank=1, micro_batch_terms=(2,))
+    with pytest.raises(ProducerError, match="trained tokens came without"):
+        GRPO(score_centering=True).row_loss(scores, packed, counts, micro_batch=0, world_size=1)
