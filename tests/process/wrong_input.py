@@ -155,7 +155,8 @@ def data(name: str, train: str, *says: str, around: Surroundings | None = None) 
 
 
 SERVER = ("--data.engine=lit_rl.VLLMServer", "--data.engine.url={url}", "--data.engine.timeout=2")
-SYNC = (*SERVER[:2], "--weight_sync.timeout=3", "--weight_sync.receipt=false")
+# a free port: another process of the machine may have the default one for a connection of its own
+SYNC = (*SERVER[:2], "--data.engine.transfer_port=0", "--weight_sync.timeout=3", "--weight_sync.receipt=false")
 LAUNCH = ("--data.engine=lit_rl.VLLMServer", "--data.engine.launch=true")
 
 CASES = [
