@@ -40,7 +40,7 @@ LAYERS, HEADS, KEY_HEADS, WIDTH = 30, 9, 3, 64
 TOKENS_BY_SIZE = {"1k": 1024, "4k": 4096, "16k": 16_384}
 MOST_BY_SIZE = {"1k": 1.5, "4k": 1.5, "16k": 1.25}
 ROUNDS = 3
-TURNS_BY_SIZE = {"1k": 15, "4k": 3, "16k": 1}  # in each round; what is only reported takes one
+TURNS_BY_SIZE = {"1k": 15, "4k": 4, "16k": 2}  # in each round; what is only reported takes one
 
 SHORT = "short samples that share nothing"
 
