@@ -123,7 +123,7 @@ class Group:
 
 CASES = {"case 1": Group(239, 8, 64), "case 2": Group(768, 5, 48)}
 SMALL = Group(8, 2, 4)
-TURNS = {"padded": 5, "trl": 5, "roots": 1}  # of each side with ours; the last is only reported
+TURNS = {"padded": 9, "trl": 5, "roots": 1}  # of each side with ours; the last is only reported
 
 
 @dataclass(frozen=True)
