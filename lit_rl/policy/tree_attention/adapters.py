@@ -44,6 +44,17 @@ class Call(NamedTuple):
     window: int | None = None
     softcap: float | None = None
 
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Where entries begin and end, under the names that FlashAttention gives them."""
+        entries = self.entries
+        return {
+            "cu_seqlens_q": entries.cu_seqlens_q,
+            "cu_seqlens_k": entries.cu_seqlens_k,
+            "max_seqlen_q": entries.max_q,
+            "max_seqlen_k": entries.max_k,
+        }
+
     def left(self, unbounded: int | None) -> int | None:
         """How many tokens before its own a query sees; ``unbounded`` is the kernel's word for all."""
         return unbounded if self.window is None else self.window - 1
@@ -113,10 +124,7 @@ class FlashAttention3:
             q=query,
             k=keys,
             v=values,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
+            **call.lengths,
             softmax_scale=call.scale,
             causal=True,
             window_size_left=call.left(-1),
@@ -144,10 +152,7 @@ class FlashAttention3:
             v=values,
             out=output,
             softmax_lse=normaliser,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
+            **call.lengths,
             dq=gradients[0],
             dk=gradients[1],
             dv=gradients[2],
@@ -186,10 +191,7 @@ class FlashAttention4:
             q=query,
             k=keys,
             v=values,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
+            **call.lengths,
             softmax_scale=call.scale,
             causal=True,
             window_size_left=call.left(None),
@@ -216,10 +218,7 @@ class FlashAttention4:
             out=output,
             dout=grad,
             lse=normaliser,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
+            **call.lengths,
             softmax_scale=call.scale,
             causal=True,
             window_size_left=call.left(None),
@@ -273,10 +272,7 @@ class Aiter:
             alibi_slopes=None,
             return_lse=True,
             return_softmax=False,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
+            **call.lengths,
         )
         return output, normaliser
 
@@ -306,10 +302,7 @@ class Aiter:
             sm_scale=call.scale,
             alibi_slopes=None,
             causal=True,
-            cu_seqlens_q=call.entries.cu_seqlens_q,
-            cu_seqlens_k=call.entries.cu_seqlens_k,
-            max_seqlen_q=call.entries.max_q,
-            max_seqlen_k=call.entries.max_k,
+            **call.lengths,
             dropout_p=0.0,
             USE_INT64_STRIDES=True,
             sliding_window=call.left(0),
