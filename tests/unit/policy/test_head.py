@@ -90,6 +90,28 @@ def test_never_more_than_one_chunk_of_logits_is_alive(monkeypatch: pytest.Monkey
     assert max(made) == 4 * vocabulary
 
 
+@pytest.mark.parametrize(("chunk_places", "products"), [(7, 1), (6, 4)], ids=["one chunk", "two chunks"])
+def test_logits_of_a_lone_chunk_are_kept_for_its_backward(chunk_places: int, products: int) -> None:
+    """A second backward finds them gone and makes them again: its gradients are the same."""
+    hidden, weight, _ = inputs()
+    place, made = torch.arange(7), 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal made
+            result = func(*args, **(kwargs or {}))
+            made += func is torch.ops.aten.mm.out and result.shape[-1] == 11
+            return result
+
+    with Count():
+        logprobs, _ = target_scores(hidden, weight, None, place, place, HeadOptions(chunk_bytes=11 * 8 * chunk_places))
+        once = torch.autograd.grad(logprobs[:5].sum(), (hidden, weight), retain_graph=True)
+    assert made == products
+    again = torch.autograd.grad(logprobs[:5].sum(), (hidden, weight))
+    for first, second in zip(once, again, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
 def test_half_precision_weights_still_get_a_float32_softmax() -> None:
     hidden, weight, _ = (tensor.detach() for tensor in inputs())
     place, target = torch.arange(7), torch.arange(7)
