@@ -69,6 +69,7 @@ SAMPLES = Moment(sampled(1), [{"route": GENERATE, "when": asks_for_tokens, "neve
 STEPS = Moment(lambda run, server: run.said("now"), config=SLOW_STEP)
 PAUSES = Moment(asked("/pause", 2), [{"route": "/pause", "nth": {1}, "delay": 1.0}])
 SYNCS = Moment(asked("/update_weights", 2), [{"route": "/update_weights", "nth": {1}, "never": True}])
+SYNCS_AND_ENDS_SLOWLY = Moment(SYNCS.come, [*SYNCS.rules, {"route": "/resume", "nth": {1}, "delay": 2.0}])
 EVALUATES = Moment(sampled(1), SAMPLES.rules, {"data": {"eval": {"fn": f"{HERE}.prompts"}}})
 FULL = Moment(
     lambda run, server: run.said("now"),
@@ -110,8 +111,9 @@ def ctrl_c(run: Run, server: WeightServer) -> None:
 
 
 def ctrl_c_twice(run: Run, server: WeightServer) -> None:
+    """The second while the first is being obeyed: see ``SYNCS_AND_ENDS_SLOWLY``."""
     run.ctrl_c()
-    time.sleep(0.1)
+    run.wait_for(lambda: asked("/resume", 2)(run, server))
     run.ctrl_c()
 
 
@@ -210,7 +212,7 @@ DEATHS = [
     Death("server gone while the trainer waits", SAMPLES, external_server, 1, "ServerError: .* all failed"),
     Death("server gone in a sync", SYNCS, external_server, 1, "SyncError: policy version 2 did not reach the server"),
     Death("Ctrl-C during the imports", IMPORTS, ctrl_c, -signal.SIGINT, "", forked=False),
-    Death("Ctrl-C twice in a sync", SYNCS, ctrl_c_twice, 130, STOPPED.format("Ctrl-C", ONE_STEP)),
+    Death("Ctrl-C twice in a sync", SYNCS_AND_ENDS_SLOWLY, ctrl_c_twice, 130, STOPPED.format("Ctrl-C", ONE_STEP)),
     *(
         Death(f"{name} {when}", moment, act, code, STOPPED.format(name, steps), config=config)
         for name, code, act in (CTRL_C, SIGTERM)
