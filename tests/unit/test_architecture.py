@@ -94,7 +94,7 @@ STOPS = {
     9: ["packing/planner.py", "packing/trie.py"],
     10: ["packing/deliver.py", "train/stream.py", "train/data.py"],
     11: ["policy/forward.py", "policy/head.py", "policy/tree_attention/"],
-    12: ["maths/ratios.py", "maths/losses.py", "train/objectives.py"],
+    12: ["maths/ratios.py", "maths/losses.py", "train/objectives/"],
     13: ["maths/normalize.py", "train/module.py", "train/gradients.py"],
     14: ["policy/export.py", "sync/", "train/callbacks/weight_sync.py"],
 }
