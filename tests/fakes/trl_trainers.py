@@ -12,9 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
@@ -22,7 +20,8 @@ from trl.experimental.async_grpo import async_grpo_trainer as trainer_module
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 
 from lit_rl.types import Sample
-from tests.fakes.attention_kernel import seen
+from scripts.bench.packing import for_trl
+from tests.fakes.attention_kernel import dense_forward
 
 PROMPTS = Dataset.from_list([{"prompt": "never sampled"}] * 8)
 
@@ -42,15 +41,7 @@ def dense_flash_attention(
 ) -> Tensor:
     """[N, heads, head_dim] for operands laid end to end; causal, aligned at the ends."""
     assert causal and window_size == (-1, -1)
-    repeats = query.shape[1] // keys.shape[1]
-    ends_q, ends_k, outputs = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), []
-    for i in range(len(ends_q) - 1):
-        q = query[ends_q[i] : ends_q[i + 1]].transpose(0, 1)
-        among = slice(ends_k[i], ends_k[i + 1])
-        k, v = (x[among].transpose(0, 1).repeat_interleave(repeats, 0) for x in (keys, values))
-        scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen(q.shape[1], k.shape[1], None), -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
+    return dense_forward(query, keys, values, cu_seqlens_q, cu_seqlens_k, softmax_scale, None, None)[0]
 
 
 def run_without_gpu(patch: pytest.MonkeyPatch) -> None:
@@ -77,22 +68,9 @@ def async_grpo_trainer(model_dir: Path, output_dir: Path, *, temperature: float,
     )
 
 
-def for_collator(sample: Sample) -> dict[str, Any]:
-    """A sample as TRL's queue hands it on."""
-    sequence = sample.sequence
-    return {
-        "input_ids": torch.from_numpy(sequence.token_ids),
-        "completion_mask": torch.from_numpy(sequence.completion_mask.astype(np.int64)),
-        "old_log_probs": torch.from_numpy(sequence.sampler_logprobs),
-        "advantage": sample.advantage,
-        "group_id": sample.group_id,
-        "metrics": {"reward": sample.reward},
-    }
-
-
 def collated(samples: list[Sample]) -> dict[str, Tensor]:
     """One micro-batch of one rank: TRL's tree row of these samples, as its collator gives it to the loss."""
     row = packing.TreeRow()
     for sample in samples:
-        row.add(for_collator(sample))
+        row.add(for_trl(sample) | {"metrics": {"reward": sample.reward}})
     return DataCollatorForRollout(pad_token_id=0)([[row]])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.async_grpo_trainer import _reduce_metric
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
@@ -38,9 +38,18 @@ VOCABULARY = 19
 TEMPERATURE = 0.7
 REWARDS: list[list[float | None]] = [
     [1.0, 0.0, 0.0, 1.0, 0.5],
-    [1.0, 1.0, 1.0, 1.0],  # nothing to learn; both sides keep it, and its terms count
+    [1.0, 1.0],  # nothing to learn; both sides keep it, and its terms count
     [0.25, None, -1.0, 2.0],
-    [0.0, 1.0],
+    [0.0, 1.0, 0.0],
+]
+MORE_REWARDS: list[list[float | None]] = [
+    [None, None],
+    [0.3],
+    [0.1] * 8,  # equal decimals, whose mean may be off by a rounding
+    [0.3] * 6,
+    [0.9] * 3,
+    [1e6, 1e6 + 1, 1e6 - 1],
+    [float("nan"), 2.0, 3.0],
 ]
 CLIPS = [(0.2, 0.2), (0.2, 0.28), (0.1, 5.0)]
 
@@ -119,13 +128,13 @@ def trl_step(
 
 def sampled(model: PreTrainedModel) -> list[Sample]:
     """Groups with shared prompts, context inside the completions, and a stale sampler: ratios from about 0.4 to 2.5."""
-    draw = np.random.default_rng(5)
+    draw = np.random.default_rng(0)
     samples = []
     for group, rewards in enumerate(REWARDS):
         prompt = draw.integers(3, VOCABULARY, 3 + 2 * group)
         given = np.array([np.nan if one is None else one for one in rewards])
         for place, (advantage, reward) in enumerate(zip(group_standardised(given), given, strict=True)):
-            tokens = np.concatenate([prompt, draw.integers(3, VOCABULARY, draw.integers(2, 9))])
+            tokens = np.concatenate([prompt, draw.integers(3, VOCABULARY, draw.integers(4, 17))])
             trained = (np.arange(len(tokens)) >= len(prompt)) & (draw.random(len(tokens)) < 0.8)
             trained[-1] = True
             one = Sample(
@@ -145,23 +154,27 @@ def sampled(model: PreTrainedModel) -> list[Sample]:
 
 def planned(samples: list[Sample]) -> tuple[StepPlan, list[list[Sample]]]:
     """The planner's step of three micro-batches, and whose samples each holds."""
-    planner = TokenBudgetPlanner(60, ranks=1, micro_batches=3)
+    planner = TokenBudgetPlanner(100, ranks=1, micro_batches=3)
     assert all(planner.offer(one) is Verdict.PLACED for one in samples)
     plan = planner.close(policy_version=1)
     by_name = {one.rollout_id: one for one in samples}
     return plan, [[by_name[name] for name in row.sample_ids] for row in plan.rows[0]]
 
 
-def our_step(model: PreTrainedModel, plan: StepPlan, objective: GRPO) -> tuple[float, list[dict[str, float]]]:
-    """The step's loss and our figures of each micro-batch; gradients are left in the model."""
-    total, figures = 0.0, []
+def policy(model_dir: Path) -> PreTrainedModel:
+    return build_policy(str(model_dir), attention="cpu", gradient_checkpointing=False)
+
+
+def our_step(model: PreTrainedModel, plan: StepPlan, objective: GRPO) -> tuple[float, list[Stats]]:
+    """The step's loss and what each micro-batch adds to our figures; gradients are left in the model."""
+    total, added = 0.0, []
     for place, row in enumerate(plan.rows[0]):
         scores = score_row(model, row, temperature=TEMPERATURE)
         loss, stats = objective.row_loss(scores, row, plan.totals, micro_batch=place, world_size=1)
         loss.backward()
         total += loss.item()
-        figures.append(values(stats))
-    return total, figures
+        added.append(stats)
+    return total, added
 
 
 def objective(clip: tuple[float, float]) -> GRPO:
@@ -181,8 +194,6 @@ def assert_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel, tolera
 @functools.cache
 def steps(model_dir: Path) -> tuple[list[Sample], list[Sample]]:
     """Samples of the float32 model's policy, and of the float64 model's."""
-    from transformers import AutoModelForCausalLM
-
     return sampled(AutoModelForCausalLM.from_pretrained(model_dir)), sampled(tiny_model(LlamaConfig))
 
 
@@ -211,20 +222,15 @@ def test_the_step_that_is_compared_has_everything_in_it(trainer: AsyncGRPOTraine
         assert {one.advantage for one in samples if one.group_id == 1} == {0.0}
         assert [one.advantage for one in samples if np.isnan(one.reward)] == [0.0]
         assert sum(map(len, micro_batches)) == len(samples)
-    _, figures = our_step(
-        build_policy(str(model_dir), attention="cpu", gradient_checkpointing=False),
-        planned(steps(model_dir)[0])[0],
-        objective((0.2, 0.2)),
-    )
-    for side in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
-        assert any(one[side] > 0 for one in figures)
+    _, added = our_step(policy(model_dir), planned(steps(model_dir)[0])[0], objective((0.2, 0.2)))
+    figures = [values(stats) for stats in added]
+    assert all(one["clip_ratio/low_mean"] > 0 and one["clip_ratio/high_mean"] > 0 for one in figures)
 
 
 def test_figures_of_each_micro_batch(trainer: AsyncGRPOTrainer, model_dir: Path) -> None:
     plan, micro_batches = planned(steps(model_dir)[0])
     _, theirs = trl_step(trainer, trainer.model, micro_batches, (0.2, 0.28))
-    ours = build_policy(str(model_dir), attention="cpu", gradient_checkpointing=False)
-    _, mine = our_step(ours, plan, objective((0.2, 0.28)))
+    _, mine = our_step(policy(model_dir), plan, objective((0.2, 0.28)))
     names = {
         "sampling/importance_sampling_ratio/mean": "ratio",
         "sampling/kl": "kl",
@@ -235,14 +241,12 @@ def test_figures_of_each_micro_batch(trainer: AsyncGRPOTrainer, model_dir: Path)
         "clip_ratio/high_max": "clip_ratio/high_max",
         "clip_ratio/region_mean": "clip_ratio/region_mean",
     }
-    for place, figures in enumerate(mine):
+    for place, figures in enumerate(map(values, mine)):
         for name, their_name in names.items():
             assert figures[name] == pytest.approx(theirs[their_name][place], rel=1e-5, abs=1e-7), name
 
 
-@pytest.mark.parametrize(
-    "rewards", [*REWARDS, [None, None], [0.3], [0.1] * 8, [1e6, 1e6 + 1, 1e6 - 1], [float("nan"), 2.0, 3.0]]
-)
+@pytest.mark.parametrize("rewards", [*REWARDS, *MORE_REWARDS])
 def test_advantages_of_a_group(rewards: list[float | None]) -> None:
     given = np.array([np.nan if one is None else one for one in rewards])
     assert group_standardised(given).tolist() == pytest.approx(trl_scored(rewards), rel=1e-12, abs=0)
@@ -254,16 +258,13 @@ def test_advantages_of_a_group(rewards: list[float | None]) -> None:
 def test_means_over_a_step_weigh_terms_here_and_micro_batches_there(trainer: AsyncGRPOTrainer, model_dir: Path) -> None:
     plan, micro_batches = planned(steps(model_dir)[0])
     _, theirs = trl_step(trainer, trainer.model, micro_batches, (0.2, 0.2))
-    counts = plan.totals.micro_batch_terms
-    ours = build_policy(str(model_dir), attention="cpu", gradient_checkpointing=False)
+    _, added = our_step(policy(model_dir), plan, objective((0.2, 0.2)))
     whole: Stats = {}
-    for place, row in enumerate(plan.rows[0]):
-        scores = score_row(ours, row, temperature=TEMPERATURE)
-        _, stats = objective((0.2, 0.2)).row_loss(scores, row, plan.totals, micro_batch=place, world_size=1)
+    for stats in added:
         merge_into(whole, stats)
     mine = values(whole)["sampling/importance_sampling_ratio/mean"]
 
-    assert mine == pytest.approx(np.average(theirs["ratio"], weights=counts), rel=1e-5)
+    assert mine == pytest.approx(np.average(theirs["ratio"], weights=plan.totals.micro_batch_terms), rel=1e-5)
     assert mine != pytest.approx(_reduce_metric("ratio", theirs["ratio"]), rel=1e-5)
 
 
@@ -272,10 +273,9 @@ def test_a_ratio_beyond_e_to_the_20_is_bounded_here_and_not_there(trainer: Async
     far = np.where(one.sequence.completion_mask, one.sequence.sampler_logprobs - 60, 0).astype(np.float32)
     extreme = replace(one, sequence=replace(one.sequence, sampler_logprobs=far), advantage=-1.0)
     plan, micro_batches = planned([extreme])
-    ours = build_policy(str(model_dir), attention="cpu", gradient_checkpointing=False)
 
     theirs, _ = trl_step(trainer, trainer.model, [micro_batches[0]], (0.2, 0.2))
-    mine, _ = our_step(ours, plan, objective((0.2, 0.2)))
+    mine, _ = our_step(policy(model_dir), plan, objective((0.2, 0.2)))
 
     assert mine == pytest.approx(np.exp(20.0), rel=1e-6)
     assert theirs > 1e24
